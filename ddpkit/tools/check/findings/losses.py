@@ -59,7 +59,16 @@ def _find_uneven(facts: Facts, rows: list[list[Record]]) -> Finding | None:
             totals, counts = zip(*(loss for rank in losses for loss in rank), strict=True)
             is_uneven = min(counts) > 0 and max(counts) > _UNEVEN * min(counts)
             if is_uneven and _near(min(totals), max(totals)) and max(totals) > 0:
-                return _uneven(facts, records[0], line, min(counts), max(counts))
+                step = records[0]
+                many = f"{min(counts)} to {max(counts)}"
+                evidence = f"at optimizer step {step['number']} means over {many} samples or tokens count as equals"
+                why = (
+                    "a sample in a small batch counts more than one in a large; the gradient is not that of their mean"
+                )
+                fix = "divide the sum by the count of all: "
+                fix += "`n = ddpkit.all_reduce(n); (loss_sum * world_size / n).backward()`"
+                lines = [step["divided"], step["backward"], [line] if line else []]
+                return facts.finding("wrong-divisor", evidence, why, fix, *lines)
     return None
 
 
@@ -70,14 +79,6 @@ def _by_backward(losses: list[dict[str, Any]]) -> list[tuple[float, int]]:
         total, count = found.get(loss["backward"], (0.0, 0))
         found[loss["backward"]] = total + loss["total"], count + loss["count"]
     return list(found.values())
-
-
-def _uneven(facts: Facts, step: Record, line: tuple[Any, ...], least: int, most: int) -> Finding:
-    evidence = f"at optimizer step {step['number']} means over {least} to {most} samples or tokens count as equals"
-    why = "a sample in a small batch counts more than one in a large batch; the gradient is not that of their mean"
-    fix = "divide the sum by the count of all: `n = ddpkit.all_reduce(n); (loss_sum * world_size / n).backward()`"
-    loss = [line] if line else []
-    return facts.finding("wrong-divisor", evidence, why, fix, step["divided"], step["backward"], loss)
 
 
 def _find_divided_twice(facts: Facts, rows: list[list[Record]]) -> Finding | None:

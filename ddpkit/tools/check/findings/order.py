@@ -83,7 +83,12 @@ def _find_uneven_epochs(facts: Facts) -> Finding | None:
             if kind == "epoch" and _have_common_bound(records, batches):
                 continue
             epoch = next(record for record in facts.of("epoch")[facts.ranks[0]] if record["loader"] == loader)
-            return _uneven(facts, epoch, batches)
+            numbers = " and ".join(map(str, batches))
+            evidence = f"{say_ranks(facts.ranks)} have {numbers} batches in an epoch"
+            why = "the ranks that have more wait for ever, or meet the others in their next epoch: a hang to come"
+            fix = "give all ranks as many: `DistributedSampler(dataset)`, or train in `with Join([model]):`"
+            lines = [epoch["lines"], epoch["sampler_made"], epoch["made"], epoch["where"]]
+            return facts.finding("batches-differ", evidence, why, fix, *lines)
     return None
 
 
@@ -101,33 +106,23 @@ def _is_handled(facts: Facts) -> bool:
     return any(facts.of("join").values())
 
 
-def _uneven(facts: Facts, epoch: Record, batches: list[int]) -> Finding:
-    numbers = " and ".join(map(str, batches))
-    evidence = f"{say_ranks(facts.ranks)} have {numbers} batches in an epoch"
-    why = "the ranks that have more wait for ever, or meet the others in their next epoch: a hang to come"
-    fix = "give all ranks as many: `DistributedSampler(dataset)`, or train in `with Join([model]):`"
-    lines = [epoch["lines"], epoch["sampler_made"], epoch["made"], epoch["where"]]
-    return facts.finding("batches-differ", evidence, why, fix, *lines)
-
-
 def _find_plateau(facts: Facts) -> Finding | None:
     """Find learning rates that follow a number which each rank has measured on its own."""
     steps = facts.of("plateau")
-    for records in zip(*steps.values(), strict=False):
-        if not all_equal([record["value"] for record in records]):
-            values = " and ".join(f"{record['value']:.4g}" for record in records)
-            return _about_plateau(facts, records[0], f"{say_ranks(facts.ranks)} tell the schedule {values}")
+    rows = list(zip(*steps.values(), strict=False))
+    rows = [records for records in rows if not all_equal([record["value"] for record in records])]
     stepping = [rank for rank, records in steps.items() if records]
-    if stepping and len(stepping) < facts.world_size:
+    if rows:
+        values = " and ".join(f"{record['value']:.4g}" for record in rows[0])
+        evidence = f"{say_ranks(facts.ranks)} tell the schedule {values}"
+    elif stepping and len(stepping) < facts.world_size:
         evidence = f"rank {stepping[0]} steps the schedule, and others do not"
-        return _about_plateau(facts, steps[stepping[0]][0], evidence)
-    return None
-
-
-def _about_plateau(facts: Facts, record: Record, evidence: str) -> Finding:
+    else:
+        return None
+    where = rows[0][0]["where"] if rows else steps[stepping[0]][0]["where"]
     why = "sooner or later the ranks lower their learning rates at different times, and the replicas drift apart"
     fix = "average the metric over ranks before: `schedule.step(ddpkit.all_reduce_mean(loss, weight=count))`"
-    return facts.finding("one-rank-decides", evidence, why, fix, record["where"])
+    return facts.finding("one-rank-decides", evidence, why, fix, where)
 
 
 # Explain the first collective that ranks did not enter alike.

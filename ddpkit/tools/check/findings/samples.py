@@ -178,15 +178,25 @@ def _examine_plans(facts: Facts, records: list[Record], trains: bool) -> Finding
     extra = sum(map(len, plans)) - len(dealt)
     batch = int(epoch["batch_size"]) * facts.world_size
     if all(len(plan) >= total for plan in plans):
-        return _all_on_each(facts, epoch, total) if trains else None
+        evidence = f"each of {say_ranks(facts.ranks)} goes through all {total} samples in an epoch"
+        why = f"an epoch is {facts.world_size} epochs, of which the ranks know nothing: schedules and logs are wrong"
+        fix = "`DataLoader(dataset, sampler=DistributedSampler(dataset))`"
+        return _about_sampler("samples-repeated", facts, epoch, evidence, why, fix) if trains else None
     if extra <= max(-total % facts.world_size, -total % batch):  # padding
         return _missing(facts, records, missing, total, batch, trains)
     if _come_in_runs(plans):
         return None
-    if missing:
-        found = _find_other_epochs(facts, records)
-        return found or _shuffled_differently(facts, epoch, missing, extra, total)
-    return _repeated(facts, epoch, extra, total)
+    if not missing:
+        evidence = f"{extra} samples of an epoch come again, of {total} that there are; padding explains fewer"
+        why = "these samples count more than others"
+        fix = "deal each sample once: `DistributedSampler(dataset)`"
+        return _about_sampler("samples-repeated", facts, epoch, evidence, why, fix)
+    if found := _find_other_epochs(facts, records):
+        return found
+    evidence = f"of {total} samples, {missing} come on no rank and {extra} come again, in one epoch"
+    why = "the ranks take their shares of orders that differ, so the shares overlap"
+    fix = "shuffle with one seed on all ranks: `DistributedSampler(dataset, seed=0)`"
+    return _about_sampler("shuffle-differs", facts, epoch, evidence, why, fix)
 
 
 def _come_in_runs(plans: list[list[int]]) -> bool:
@@ -201,13 +211,6 @@ def _come_in_runs(plans: list[list[int]]) -> bool:
 def _about_sampler(kind: str, facts: Facts, epoch: Record, evidence: str, why: str, fix: str, *lines: Any) -> Finding:
     """Make a finding about a sampler: where it is defined if it is the script's, else where it was made."""
     return facts.finding(kind, evidence, why, fix, *lines, epoch["lines"], epoch["sampler_made"], epoch["made"])
-
-
-def _all_on_each(facts: Facts, epoch: Record, total: int) -> Finding:
-    evidence = f"each of {say_ranks(facts.ranks)} goes through all {total} samples in an epoch"
-    why = f"an epoch is {facts.world_size} epochs, of which the ranks know nothing: schedules and logs are wrong"
-    fix = "`DataLoader(dataset, sampler=DistributedSampler(dataset))`"
-    return _about_sampler("samples-repeated", facts, epoch, evidence, why, fix)
 
 
 def _differently_ordered(facts: Facts, epoch: Record) -> Finding:
@@ -228,20 +231,6 @@ def _find_other_epochs(facts: Facts, records: list[Record]) -> Finding | None:
     why = "they shuffle in different orders, so that their shares overlap, and do not end together"
     fix = "let rank 0 tell the others where to begin: `dist.broadcast(start, src=0)`"
     return facts.finding("one-rank-decides", evidence, why, fix, told[0]["where"])
-
-
-def _shuffled_differently(facts: Facts, epoch: Record, missing: int, extra: int, total: int) -> Finding:
-    evidence = f"of {total} samples, {missing} come on no rank and {extra} come again, in one epoch"
-    why = "the ranks take their shares of orders that differ, so the shares overlap"
-    fix = "shuffle with one seed on all ranks: `DistributedSampler(dataset, seed=0)`"
-    return _about_sampler("shuffle-differs", facts, epoch, evidence, why, fix)
-
-
-def _repeated(facts: Facts, epoch: Record, extra: int, total: int) -> Finding:
-    evidence = f"{extra} samples of an epoch come again, of {total} that there are; padding explains fewer"
-    why = "these samples count more than others"
-    fix = "deal each sample once: `DistributedSampler(dataset)`"
-    return _about_sampler("samples-repeated", facts, epoch, evidence, why, fix)
 
 
 def _missing(facts: Facts, records: list[Record], missing: int, total: int, batch: int, trains: bool) -> Finding | None:

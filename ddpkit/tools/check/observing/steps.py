@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -155,35 +156,26 @@ class _Seen:
         self.steps = 0
 
 
+@dataclass
 class Steps:
     """Observes each optimiser from the moment of `install`."""
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        ending: Ending,
-        modules: Modules,
-        losses: Losses,
-        windows: Windows,
-        collectives: Collectives,
-        samples: Samples,
-    ) -> None:
-        self._recorder = recorder
-        self._ending = ending
-        self._modules = modules
-        self._losses = losses
-        self._windows = windows
-        self._collectives = collectives
-        self._samples = samples
-        self._made: weakref.WeakKeyDictionary[Optimizer, Stack] = weakref.WeakKeyDictionary()
-        self._seen: weakref.WeakKeyDictionary[Optimizer, _Seen] = weakref.WeakKeyDictionary()
-        self._depth = 0
-        self._loaded: Stack = []
-        self._buffers: dict[str, dict[str, Any]] | None = None  # at the first call of a network since the last step
+    recorder: Recorder
+    ending: Ending
+    modules: Modules
+    losses: Losses
+    windows: Windows
+    collectives: Collectives
+    samples: Samples
+    _made: WeakKeyDictionary[Optimizer, Stack] = field(default_factory=WeakKeyDictionary)
+    _seen: WeakKeyDictionary[Optimizer, _Seen] = field(default_factory=WeakKeyDictionary)
+    _depth: int = 0
+    _loaded: Stack = field(default_factory=list)
+    _buffers: dict[str, dict[str, Any]] | None = None  # at the first call of a network since the last step
 
     def install(self) -> None:
         """Begin."""
-        self._modules.on_call = guarded(self._note_buffers)
+        self.modules.on_call = guarded(self._note_buffers)
         after(Optimizer, "__init__", self._note_made)
         before(Optimizer, "load_state_dict", self._note_loaded)
         register_optimizer_step_pre_hook(self._begins)
@@ -202,9 +194,9 @@ class Steps:
         seen = self._seen.get(optimizer)
         if seen is None:
             seen = self._seen[optimizer] = _Seen(len(self._seen), self._made.get(optimizer, []))
-        self._ending.before_step(seen.steps)
+        self.ending.before_step(seen.steps)
         seen.steps += 1
-        self._recorder.step = max(self._recorder.step, seen.steps)
+        self.recorder.step = max(self.recorder.step, seen.steps)
         if not _has_closure(args, kwargs):
             guarded(self._record)(optimizer, seen)
 
@@ -214,9 +206,9 @@ class Steps:
             return
         if _has_closure(args, kwargs):
             guarded(self._record)(optimizer, self._seen[optimizer])
-        self._ending.accumulates = False
+        self.ending.accumulates = False
         self._buffers = None
-        for observer in (self._samples, self._modules, self._losses, self._windows):
+        for observer in (self.samples, self.modules, self.losses, self.windows):
             observer.begin_step()
 
     @torch.no_grad()
@@ -228,32 +220,32 @@ class Steps:
         whole_ones = [whole(p) for p in parameters]
         for name, plain in zip(seen.names, whole_ones, strict=True):
             if plain is not None:
-                self._collectives.trained[plain.data_ptr()] = (seen.number, name)
+                self.collectives.trained[plain.data_ptr()] = (seen.number, name)
         gradients = [_whole_gradient(p) for p in parameters]
         summed = self._summed(gradients)
-        self._recorder.tell(
+        self.recorder.tell(
             "step",
-            position=self._samples.position(),
+            position=self.samples.position(),
             optimizer=seen.number,
             number=seen.steps,
             where=stack(),
             gradients=[None if g is None else [hash_of(g), sample(g)] for g in gradients],
             parameters=[None if p is None else hash_of(p) for p in whole_ones],
             without=self._without_gradient(parameters, seen),
-            causes=[wrapped.described() for wrapped in self._modules.wrapped.values()],
+            causes=[wrapped.described() for wrapped in self.modules.wrapped.values()],
             state=_state_of(optimizer, seen),
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
             others=self._others(parameters) if seen.steps == 1 else {},
-            buffers=self._take_buffers(seen.steps),
-            calls=self._modules.calls,
-            losses=self._losses.of_this_step(),
-            backward=self._losses.places,
-            divided=self._losses.divided,
-            by_ranks=self._losses.by_ranks,
-            divides=self._losses.divides or divides_by_ranks(4) or bool(summed and summed["divides"]),
+            buffers=self._hash_buffers() if self._buffers is None else self._buffers,
+            calls=self.modules.calls,
+            losses=self.losses.of_this_step(),
+            backward=self.losses.places,
+            divided=self.losses.divided,
+            by_ranks=self.losses.by_ranks,
+            divides=self.losses.divides or divides_by_ranks(4) or bool(summed and summed["divides"]),
             summed=summed,
             class_name=type(optimizer).__name__,
-            random=self._windows.close(),
+            random=self.windows.close(),
             loaded=self._loaded,
         )
 
@@ -262,12 +254,12 @@ class Steps:
         found = {}
         for name, parameter in zip(seen.names, parameters, strict=True):
             if parameter.requires_grad and parameter.grad is None:
-                found[name] = self._collectives.cut.get(id(parameter), [])
+                found[name] = self.collectives.cut.get(id(parameter), [])
         return found
 
     def _summed(self, gradients: list[Tensor | None]) -> dict[str, Any] | None:
         """Compare the gradients with the sums that were reduced before this step, if these are of as many numbers."""
-        sums = self._collectives.take_sums()
+        sums = self.collectives.take_sums()
         present = [g for g in gradients if g is not None]
         if not sums or sum(entry["numel"] for entry in sums) != sum(g.numel() for g in present):
             return None
@@ -280,18 +272,18 @@ class Steps:
         seen.names = _names_of(seen.parameters)
         described = []
         for parameter, name in zip(seen.parameters, seen.names, strict=True):
-            wrapped, is_managed = self._modules.wrapper_of(parameter)
+            wrapped, is_managed = self.modules.wrapper_of(parameter)
             described.append(
                 {
                     "name": name,
                     "shape": list(parameter.shape),
-                    "made": self._modules.made(parameter),
+                    "made": self.modules.made(parameter),
                     "ddp": wrapped.made if wrapped else None,
                     "managed": is_managed,
                     "whole": whole(parameter) is not None,
                 }
             )
-        self._recorder.tell("optimizer", optimizer=seen.number, made=seen.made, parameters=described)
+        self.recorder.tell("optimizer", optimizer=seen.number, made=seen.made, parameters=described)
 
     def _others(self, parameters: list[Tensor]) -> dict[str, list[Any]]:
         """Hash the parameters of networks that are used and not trained."""
@@ -303,29 +295,24 @@ class Steps:
             tensors = [*root.parameters(), *root.buffers()]
             others = [t for t in tensors if whole(t) is not None]
             is_trained = any(id(t) in trained for t in tensors)
-            if others and not is_trained and self._modules.is_used(root):
-                found[name] = [[hash_of(t) for t in others], self._modules.made(others[0])]
+            if others and not is_trained and self.modules.is_used(root):
+                found[name] = [[hash_of(t) for t in others], self.modules.made(others[0])]
         return found
 
     def _note_buffers(self) -> None:
         """Hash buffers before a network changes them, for a script may average them after a step."""
-        if self._buffers is None and self._recorder.step < _LOOKED_AT:
+        if self._buffers is None:
             self._buffers = self._hash_buffers()
-
-    def _take_buffers(self, number: int) -> dict[str, dict[str, Any]]:
-        if number > _LOOKED_AT:
-            return {}
-        return self._hash_buffers() if self._buffers is None else self._buffers
 
     def _hash_buffers(self) -> dict[str, dict[str, Any]]:
         """Hash the running statistics of networks, and tell if DDP sends them out."""
         found: dict[str, dict[str, Any]] = {}
-        for name, root in roots():
+        for name, root in roots() if self.recorder.step <= _LOOKED_AT else ():
             buffers = {n: b for n, b in root.named_buffers() if b.is_floating_point() and whole(b) is not None}
             for buffer_name, buffer in buffers.items():
-                self._collectives.trained[buffer.data_ptr()] = (-1, f"{name}.{buffer_name}")
+                self.collectives.trained[buffer.data_ptr()] = (-1, f"{name}.{buffer_name}")
             if buffers:
-                around = [w for w in self._modules.wrapped.values() if any(m is w.inner for m in root.modules())]
+                around = [w for w in self.modules.wrapped.values() if any(m is w.inner for m in root.modules())]
                 sent = bool(around and around[0].module.broadcast_buffers)
                 made = around[0].made if around else []
                 found[name] = {"hashes": {n: hash_of(b) for n, b in buffers.items()}, "sent": sent, "ddp": made}
