@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from ... import LaunchError, detect_launch
-from ..ranks import Ranks, Script, environment, exit_when_terminated
+from ..ranks import Ranks, Script, exit_when_terminated
 from ..terminal import columns, count, paint, wrap
 from .findings import gradients, losses, order, samples
 from .findings.facts import OF_REPLICAS, SEVERITIES, Facts, Finding, hold_parts
@@ -159,8 +159,7 @@ def run(args: argparse.Namespace) -> int:
         return _refuse("-n must be at least 2, --steps at least 1, --timeout positive.")
     exit_when_terminated()
     script = Script(args.script, args.arguments, args.module)
-    environments = {rank: environment(rank, args.ranks, args.device) for rank in range(args.ranks)}
-    with Ranks(partial(be_rank, script, args.steps), environments) as ranks:
+    with Ranks(partial(be_rank, script, args.steps), args.ranks, args.device) as ranks:
         return _report(args, Watch(ranks, args.timeout).run())
 
 

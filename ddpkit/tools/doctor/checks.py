@@ -53,16 +53,7 @@ def versions() -> Check:
         check_torch()
     except LaunchError as error:
         return Check("versions", "failed", f"{error} ({found})", "pip install --upgrade torch")
-    if not dist.is_available():
-        found = f"this torch is built without torch.distributed ({found})"
-        return Check("versions", "failed", found, f"Install a build of torch from {_GET_TORCH}.")
     return Check("versions", "ok", found)
-
-
-def accelerator() -> str | None:
-    """Return the kind of this machine's accelerators, None without any."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return device.type if device else None
 
 
 def devices(look_inside: bool) -> Check:
@@ -71,9 +62,10 @@ def devices(look_inside: bool) -> Check:
     Args:
         look_inside: Open each, and read its free memory.
     """
-    kind = accelerator()
-    if kind is None:
+    current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if current is None:
         return _no_accelerator()
+    kind = current.type
     number = int(getattr(torch, kind).device_count())
     lines: list[str] = []
     for local_rank in range(number):
@@ -121,8 +113,7 @@ def shared_memory() -> Check:
         return Check("shm", "ok", found)
     remedy = "Delete what ended jobs left there (ls -l /dev/shm)."
     if usage.total < _GIB:
-        remedy = "docker run --shm-size=8g (or --ipc=host); in Kubernetes mount an emptyDir of "
-        remedy += "medium Memory at /dev/shm."
+        remedy = "docker run --shm-size=8g (or --ipc=host); in Kubernetes mount an emptyDir of medium Memory there."
     return Check("shm", "warning", f"{found}: loader workers may die with a bus error", remedy)
 
 
@@ -261,7 +252,8 @@ def ports(port: int | None, checks_if_free: bool) -> Check:
         checks_if_free: True if it must be free, because rank 0 is about to listen here.
     """
     text = os.environ.get("MASTER_PORT", "").strip()
-    if port is None and text and not _is_port(text):
+    is_number = text.isdecimal() and 0 < int(text) < 65536
+    if port is None and text and not is_number:
         remedy = "Set it to a number from 1 to 65535."
         return Check("ports", "failed", f"MASTER_PORT={text} is no port", remedy)
     number = port or int(text or _DEFAULT_PORT)
@@ -316,10 +308,6 @@ def _listening_inodes(port: int) -> set[str]:
     return inodes
 
 
-def _is_port(text: str) -> bool:
-    return text.isdecimal() and 0 < int(text) < 65536
-
-
 # Check a job on several ranks: values, latency, versions, and where each rank is.
 
 
@@ -341,10 +329,8 @@ def mean() -> Check:
     if number == expected and not wrong:
         found = f"the mean of the ranks' numbers is {number:g}, and that of 1 MiB is right"
         return Check("mean", "ok", found)
-    found = f"the mean of 0 to {world_size - 1} came out as {number:g}, "
-    found += f"and {wrong} of {_BLOCK} elements of 1 MiB are wrong"
-    remedy = "Run again with --backend gloo: if that is right, the accelerators' links or their "
-    remedy += "driver give wrong values."
+    found = f"the mean of 0 to {world_size - 1} came out as {number:g}, and {wrong} of {_BLOCK} elements are wrong"
+    remedy = "Run again with --backend gloo: if that is right, the accelerators' links or driver give wrong values."
     return Check("mean", "failed", found, remedy)
 
 
@@ -361,8 +347,8 @@ def latency() -> Check:
     own = {"all_reduce_us": _time_us(reduce), "barrier_us": _time_us(barrier)}
     slowest = all_reduce(own, "max")
     reduce_us = slowest["all_reduce_us"]
-    found = f"all-reduce of one number {reduce_us:.0f} us (median of {_TIMED}), "
-    found += f"barrier {slowest['barrier_us']:.0f} us"
+    barrier_us = slowest["barrier_us"]
+    found = f"all-reduce of one number {reduce_us:.0f} us (median of {_TIMED}), barrier {barrier_us:.0f} us"
     if reduce_us <= _SLOW_US:
         return Check("latency", "ok", found, measured=slowest)
     remedy = "Are the cores busy with something else, or is the interface above the slow one?"

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ..ranks import Rank, Ranks, Script, environment
+from ..ranks import Rank, Ranks, Script
 from ..recorder import Record
 from .rank import RankEvents, Start, be_rank
 
@@ -83,8 +83,7 @@ def run_once(script: Script, folder: Path, is_inside: bool, start: Start, limits
         device: "cpu" hides the GPUs.
     """
     body = partial(be_rank, script, folder, is_inside, start.disturbance)
-    environments = {rank: environment(rank, start.ranks, device) for rank in range(start.ranks)}
-    with Ranks(body, environments) as ranks:
+    with Ranks(body, start.ranks, device) as ranks:
         return _Follower(ranks, start, limits).run()
 
 
