@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -52,24 +51,9 @@ _BROKEN_PIPE = 141
 
 
 class _Parser(argparse.ArgumentParser):
-    known: Sequence[str] = ()  # the words that a mistyped one may have been meant for
-
     def error(self, message: str) -> NoReturn:
         """Exit with one line, without the usage."""
-        nearest = _nearest(message, self.known)
-        guess = f"; did you mean {nearest}?" if nearest else ""
-        self.exit(2, f"{self.prog}: error: {message}{guess} (--help lists what there is)\n")
-
-
-def _nearest(message: str, known: Sequence[str]) -> str | None:
-    """Find the known word most like the one that argparse complains about; None if none is."""
-    from difflib import get_close_matches
-
-    wrong = re.search(r"unrecognized arguments: ([^\s=]+)|invalid choice: '(\S+)'", message)
-    if wrong is None:
-        return None
-    matches = get_close_matches(wrong[1] or wrong[2], known, n=1)
-    return next(iter(matches), None)
+        self.exit(2, f"{self.prog}: error: {message} (--help lists what there is)\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,7 +86,6 @@ def _parser(words: Sequence[str]) -> _Parser:
     shape = argparse.RawDescriptionHelpFormatter
     parser = _Parser(prog=prog, description="Tools for jobs on many ranks.", epilog=_DOCS, formatter_class=shape)
     parser.add_argument("--version", action="version", version=f"ddpkit {__version__}")
-    parser.known = [*_TOOLS, "--version"]
     tools = parser.add_subparsers(title="tools", dest="tool", required=True, metavar="TOOL")
     chosen = next((word for word in words if not word.startswith("-")), None)
     for name, (text, example, page) in _TOOLS.items():
@@ -110,15 +93,12 @@ def _parser(words: Sequence[str]) -> _Parser:
         tool = tools.add_parser(name, help=text, description=description, formatter_class=shape)
         if name == chosen:
             _command(name).add_arguments(tool)
-            flags = re.findall(r"--[\w-]+", tool.format_help())
-            tool.known = flags
-            parser.known = flags
         tool.epilog = f"Example: {example}\nDocs: guide/{page}"
     return parser
 
 
 def _command(tool: str) -> Any:
-    module = tool if tool == "where" else f"{tool}.command"
+    module = tool if tool in ("bench", "where") else f"{tool}.command"
     return import_module(f".{module}", __package__)
 
 

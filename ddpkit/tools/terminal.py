@@ -42,19 +42,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
     columns = []
     for number, name in enumerate(header):
         cells = [str(row[number]) for row in rows]
-        columns.append(_aligned([name, *cells], right=_are_figures(cells)))
+        are_figures = all(cell.lstrip("-")[:1].isdigit() for cell in cells)
+        width = max(map(len, [name, *cells]))
+        aligned = str.rjust if are_figures else str.ljust
+        columns.append([aligned(cell, width) for cell in [name, *cells]])
     return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
-
-
-def _aligned(cells: list[str], right: bool) -> list[str]:
-    width = max(map(len, cells))
-    if right:
-        return [cell.rjust(width) for cell in cells]
-    return [cell.ljust(width) for cell in cells]
-
-
-def _are_figures(cells: list[str]) -> bool:
-    return all(cell.lstrip("-")[:1].isdigit() for cell in cells)
 
 
 def wrap(texts: Sequence[str], margin: int) -> list[str]:

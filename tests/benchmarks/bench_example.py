@@ -16,7 +16,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from ddpkit.tools.bench import results
+from ddpkit.tools import bench
 
 GUIDE = Path(__file__).parents[2] / "docs/guide/bench.md"
 MARK, END = "<!-- made by python tests/benchmarks/bench_example.py -->", "<!-- until here -->"
@@ -27,7 +27,7 @@ LEFT_OUT = ("all_gather", "reduce_scatter", "broadcast")
 def as_printed(report: dict[str, Any]) -> str:
     """The tables as they come out of a pipe."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as page, redirect_stdout(page):
-        return results.text(report)
+        return bench.text(report)
 
 
 def shares(report: dict[str, Any]) -> str:

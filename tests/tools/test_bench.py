@@ -15,9 +15,8 @@ import pytest
 import torch
 
 import ddpkit
-from ddpkit.tools.bench import measure as workloads
-from ddpkit.tools.bench import results
-from ddpkit.tools.bench.measure import Case, Plan, bandwidths, summary, time_cases
+from ddpkit.tools import bench as tool
+from ddpkit.tools.bench import Case, Plan, bandwidths, make_step, summary, time_cases
 from ddpkit.tools.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -84,41 +83,22 @@ def outcome(ranks: int, *results: dict[str, Any]) -> dict[str, Any]:
 PLAN = Plan(("steps",), (), 12, 0.1, None)
 
 
-def test_scaling_compares_samples_per_second_with_the_fewest_ranks() -> None:
-    outcomes = [outcome(1, step(1, 12, 1.0)), outcome(2, step(2, 24, 1.25), step(2, 12, 0.75))]
-    outcomes += [
-        outcome(3, step(3, 36, 1.0), step(3, 12, 2.0)),
-        outcome(1, step(1, 12, 3.0)),
-    ]  # and back: 2 s on 1 rank
-    scaling = results.make_report(PLAN, outcomes)["scaling"]
-    found = {(r["scaling"], r["ranks"]): (r["samples_per_second"], r["speed_up"], r["efficiency"]) for r in scaling}
-    assert found == {
-        ("weak", 1): (6.0, 1.0, 1.0),
-        ("weak", 2): (pytest.approx(19.2), pytest.approx(3.2), pytest.approx(1.6)),
-        ("weak", 3): (36.0, 6.0, pytest.approx(2.0)),
-        ("strong", 1): (6.0, 1.0, 1.0),
-        ("strong", 2): (16.0, pytest.approx(16 / 6), pytest.approx(16 / 12)),
-        ("strong", 3): (6.0, 1.0, pytest.approx(1 / 3)),
-    }
-
-
-def test_the_tables_show_units_ratios_and_speed_ups() -> None:
+def test_the_tables_show_units_and_samples_per_second() -> None:
     reduced = {"part": "collectives", "name": "all_reduce", "ranks": 2, "bytes": 3 << 20, "times": [1e-3]}
     odd = reduced | {"bytes": 65532, "times": [1.5]}
-    steps = [reduced, odd, step(2, 24, 1.5), step(2, 12, 1.0)]
-    lines = results.text(results.make_report(PLAN, [outcome(2, *steps)])).splitlines()
+    steps = [reduced, odd, step(2, 24, 1.5)]
+    lines = tool.text(tool.make_report(PLAN, [outcome(2, *steps)])).splitlines()
     rows = [" ".join(line.split()) for line in lines]
     assert "all_reduce 2 3 MiB 1 ms 0% 3.15 3.15" in rows
     assert "all_reduce 2 65532 B 1.5 s 0% 4.37e-05 4.37e-05" in rows
-    assert "net 7 2 DDP 24 1.5 s 0%" in rows
-    assert "net 2 16 1.00 100%" in rows and "net 2 12 1.00 100%" in rows
+    assert "net 7 2 DDP 24 1.5 s 0% 16" in rows
     assert not any("vary" in line for line in lines)
 
 
 def test_times_that_vary_are_remarked_upon() -> None:
     steps = step(2, 24, 1.0), step(2, 12, 1.0)
     steps[0]["times"] = [0.5, 1.0, 1.5]
-    notes = results.make_report(PLAN, [outcome(2, *steps)])["notes"]
+    notes = tool.make_report(PLAN, [outcome(2, *steps)])["notes"]
     assert any(note.startswith("1 of 2 measurements vary by more than +-20%") for note in notes)
 
 
@@ -147,10 +127,8 @@ def test_everything_is_measured_on_one_two_and_three_ranks(report: dict[str, Any
     expected: list[Any] = [(1, "steps", model, "ddp", 7, None) for model in ("mlp", "transformer")]
     for n, sizes in ((2, (1024, 65536)), (3, (1020, 65532))):  # whole numbers of floats on each rank
         expected += [(n, "collectives", name, None, None, size) for size in sizes for name in talk]
-        ways = (("ddp", 7 * n), ("ddp", 7), ("local", 7 * n))
-        expected += [
-            (n, "steps", model, way, samples, None) for model in ("mlp", "transformer") for way, samples in ways
-        ]
+        ways = ("ddp", "local")
+        expected += [(n, "steps", model, way, 7 * n, None) for model in ("mlp", "transformer") for way in ways]
     assert found == expected
 
 
@@ -158,9 +136,8 @@ def test_the_json_report_has_the_documented_keys(report: dict[str, Any]) -> None
     page = (ROOT / "docs/guide/bench.md").read_text()
     assert all(f"`{key}`" in page for key in report)
     assert all(f"`{key}`" in page for result in report["results"] for key in result)
-    assert all(f"`{key}`" in page for row in report["scaling"] for key in row)
     about = {key: report[key] for key in ("schema", "ddpkit", "ranks", "backend", "device", "launcher", "batch_size")}
-    known = {"schema": 1, "ddpkit": ddpkit.__version__, "ranks": [1, 2, 3], "backend": "gloo", "batch_size": 7}
+    known = {"schema": 2, "ddpkit": ddpkit.__version__, "ranks": [1, 2, 3], "backend": "gloo", "batch_size": 7}
     assert about == known | {"device": "cpu", "launcher": "spawn"}
     for result in report["results"]:
         assert 0 < result["low"] <= result["seconds"] <= result["high"] < 60 and result["rounds"] >= 3
@@ -170,18 +147,7 @@ def test_the_json_report_has_the_documented_keys(report: dict[str, Any]) -> None
             assert result["samples_per_second"] == pytest.approx(result["samples"] / result["seconds"])
     parameters = 256 * 512 + 512 + 512 * 512 + 512 + 512 * 10 + 10
     assert {r["parameters"] for r in report["results"] if r["name"] == "mlp"} == {parameters}
-    assert [(r["scaling"], r["ranks"]) for r in report["scaling"]] == [
-        (kind, n) for _ in ("mlp", "transformer") for kind in ("weak", "strong") for n in (1, 2, 3)
-    ]
     assert "Collectives are not measured on 1 rank, which has nobody to talk to." in report["notes"]
-
-
-def test_jobs_run_there_and_back(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench("--ranks", "2", "3", "--only", "collectives", *QUICK[2:4], "--seconds", "0.02", "--json") == 0
-    results = json.loads(capsys.readouterr().out)["results"]
-    ours = {r["ranks"]: r["rounds"] for r in results if r["name"] == "broadcast"}
-    assert set(ours) == {2, 3}
-    assert 6 <= ours[2] <= 16 and 3 <= ours[3] <= 8  # twice; a busy machine may use up the time sooner
 
 
 @pytest.mark.storm
@@ -208,7 +174,7 @@ def test_under_torchrun_the_jobs_own_ranks_are_measured() -> None:
         ("--seconds 0", "--seconds 0.0: must be positive"),
         ("--seconds nan", "--seconds nan: must be positive"),
         ("--seconds inf", "--seconds inf: must be positive and finite"),
-        ("--batch-size 2 --ranks 3", "--batch-size 2: strong scaling divides it among 3 ranks"),
+        ("--batch-size 0", "--batch-size 0: must be positive"),
         ("--sizes 64K 10X", "--sizes 10X: not a size; write bytes, or 64K, 16M, 1G"),
         ("--sizes 0", "--sizes 0: not a size"),
         ("--device gpu", "--device gpu: device='gpu' is no device"),
@@ -234,7 +200,7 @@ def test_a_rank_that_fails_ends_the_bench_with_its_error(capsys: pytest.CaptureF
     said = capsys.readouterr()
     assert said.out == ""
     assert re.search(r"error: rank [01] \(.*\) failed: RuntimeError: .*alloc", said.err)
-    assert re.search(r"Traceback of rank [01]:", said.err) and "measure.py" in said.err
+    assert re.search(r"Traceback of rank [01]:", said.err) and "bench.py" in said.err
 
 
 def test_under_a_launcher_no_other_ranks_are_started(
@@ -247,11 +213,11 @@ def test_under_a_launcher_no_other_ranks_are_started(
         assert capsys.readouterr().err.count("leave it out") == lines
 
 
-@pytest.mark.parametrize("name", workloads.MODELS)
+@pytest.mark.parametrize("name", tool.MODELS)
 def test_a_step_changes_a_built_in_model(name: str) -> None:
     torch.manual_seed(0)
-    model, shape = workloads.MODELS[name]()
+    model, shape = tool.MODELS[name]()
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    workloads.make_step(model, torch.randn(2, *shape), torch.device("cpu"))()
+    make_step(model, torch.randn(2, *shape), torch.device("cpu"))()
     after = model.parameters()
     assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))

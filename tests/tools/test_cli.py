@@ -1,4 +1,4 @@
-"""The command line: help, versions, and what a mistyped word is answered."""
+"""The command line: help, versions, and what is wrong with flags."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ DOCS = Path(__file__).parents[2] / "docs"
         (["doctor", "--device", "gpu"], "device='gpu' is no device: "),
         (["doctor", "--backend", "cpu:gloo,cuda:nocl"], "backend='cpu:gloo,cuda:nocl' is none that torch knows"),
         (["doctor", "--backend", "fake"], "backend='fake' is none that torch knows"),
-        (["doctor", "--jsn"], "unrecognized arguments: --jsn; did you mean --json?"),
-        (["doctor", "--timeuot=3"], "unrecognized arguments: --timeuot=3; did you mean --timeout?"),
-        (["bench", "--sizse", "1K"], "unrecognized arguments: --sizse 1K; did you mean --sizes?"),
+        (["doctor", "--jsn"], "unrecognized arguments: --jsn (--help"),
+        (["doctor", "--timeuot=3"], "unrecognized arguments: --timeuot=3 (--help"),
+        (["bench", "--sizse", "1K"], "unrecognized arguments: --sizse 1K (--help"),
         (["doctor", "--xyz"], "unrecognized arguments: --xyz (--help"),
-        (["docotr"], "did you mean doctor?"),
         (["surgeon"], "invalid choice: 'surgeon'"),
     ],
 )

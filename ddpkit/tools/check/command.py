@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any
 
 from ... import LaunchError, detect_launch
-from ..script.ranks import Ranks, Script, environment, exit_when_terminated
+from ..ranks import Ranks, Script, exit_when_terminated
 from ..terminal import columns, count, paint, wrap
-from .findings import gradients, losses, order, outputs, random_numbers, samples
+from .findings import gradients, losses, order, samples
 from .findings.facts import OF_REPLICAS, SEVERITIES, Facts, Finding, hold_parts
 from .rank import be_rank
 from .watch import Outcome, Watch
@@ -91,14 +91,13 @@ def _finding_as_json(finding: Finding) -> dict[str, Any]:
 
 # Find everything that there is to be found in the records of a run.
 
-_SUBJECTS = (gradients, losses, samples, random_numbers, order, outputs)
+_SUBJECTS = (gradients, losses, samples, order)
 _FOLLOW = {  # what another finding explains
     "batches-differ": ("wrong-divisor", "collective-order", "one-rank-decides", "replicas-drift"),
     "same-samples": ("same-random-numbers", "samples-repeated"),
     "gradients-not-averaged": (
         "replicas-differ-at-start",
         "replicas-drift",
-        "clipped-before-averaging",
         "collective-order",
     ),
     "replicas-differ-at-start": ("replicas-drift",),
@@ -160,8 +159,7 @@ def run(args: argparse.Namespace) -> int:
         return _refuse("-n must be at least 2, --steps at least 1, --timeout positive.")
     exit_when_terminated()
     script = Script(args.script, args.arguments, args.module)
-    environments = {rank: environment(rank, args.ranks, args.device) for rank in range(args.ranks)}
-    with Ranks(partial(be_rank, script, args.steps), environments) as ranks:
+    with Ranks(partial(be_rank, script, args.steps), args.ranks, args.device) as ranks:
         return _report(args, Watch(ranks, args.timeout).run())
 
 

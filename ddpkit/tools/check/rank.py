@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import sys
-from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..script.ranks import Script, describe, run_script, use_gloo_without_gpus
-from ..script.recorder import Recorder
-from .observing.collectives import Collectives
-from .observing.decisions import Ending
-from .observing.files import Files
-from .observing.losses import Losses, Scaling, Schedules
+from ..ranks import Script, describe, run_script, use_gloo_without_gpus
+from ..recorder import Recorder
+from .observing.collectives import Collectives, Files
 from .observing.modules import Modules
-from .observing.patching import Function, before, report_to
+from .observing.process import Ending, before, report_to
 from .observing.random_numbers import Windows
 from .observing.samples import Samples
-from .observing.steps import Steps
-from .places import is_own, place_of, stack
+from .observing.steps import Losses, Schedules, Steps
 
 
 def be_rank(script: Script, steps: int, recorder: Recorder, control: int) -> int:
@@ -35,7 +30,7 @@ def be_rank(script: Script, steps: int, recorder: Recorder, control: int) -> int
     ending = Ending(recorder, steps, control)
     observe(recorder, ending)
     code, failure = run_script(script)
-    recorder.tell("end", code=code, error=describe(failure), where=_places(failure))
+    recorder.tell("end", code=code, error=describe(failure))
     sys.stdout.flush()
     sys.stderr.flush()
     ending.wait("end")
@@ -46,47 +41,23 @@ def observe(recorder: Recorder, ending: Ending) -> None:
     """Install all observers."""
     report_to(recorder)
     modules = Modules(recorder)
-    losses = Losses(recorder, modules)
     windows = Windows(recorder)
     samples = Samples(recorder, ending, windows, modules)
+    losses = Losses(modules, samples, ending)
     collectives = Collectives(recorder, modules)
-    steps = Steps(recorder, ending, modules, losses, windows, collectives)
-    losses.on_backward += [samples.begin_backward, ending.begin_backward]
-    steps.on_step += [samples.begin_step]
-    steps.position = samples.position
-    others = (collectives, Files(recorder), Schedules(recorder), Scaling(recorder))
+    steps = Steps(recorder, ending, modules, losses, windows, collectives, samples)
+    others = (collectives, Files(recorder), Schedules(recorder))
     for observer in (modules, losses, windows, samples, steps, *others):
         observer.install()
-    before(dist, "init_process_group", _refuse_in_child(recorder))
-    use_gloo_without_gpus()
-    before(torch.multiprocessing, "spawn", _refuse_to_spawn(recorder, ending))  # which never returns
 
+    def join(*args: Any, **kwargs: Any) -> None:
+        if not recorder.is_main:  # a process that the script has forked to be a rank
+            recorder.tell("spawns")
 
-def _refuse_to_spawn(recorder: Recorder, ending: Ending) -> Function:
-    def look(*args: Any, **kwargs: Any) -> None:
-        recorder.tell("spawns", where=stack())
+    def spawn(*args: Any, **kwargs: Any) -> None:
+        recorder.tell("spawns")
         ending.wait("spawns")
 
-    return look
-
-
-def _refuse_in_child(recorder: Recorder) -> Function:
-    """Tell of a process that the script has forked to be a rank, and is not observed as one."""
-
-    def look(*args: Any, **kwargs: Any) -> None:
-        if not recorder.is_main:
-            recorder.tell("spawns", where=stack())
-
-    return look
-
-
-def _places(error: BaseException | None) -> list[Any]:
-    """List the script's lines of a traceback, the innermost first."""
-    places = []
-    trace: TracebackType | None = error.__traceback__ if error else None
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if is_own(file):
-            places.append(place_of(trace.tb_frame)._replace(line=trace.tb_lineno))
-        trace = trace.tb_next
-    return places[::-1]
+    before(dist, "init_process_group", join)
+    use_gloo_without_gpus()
+    before(torch.multiprocessing, "spawn", spawn)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from ..script.ranks import Rank, Ranks
-from ..script.recorder import Record
+from ..ranks import Rank, Ranks
+from ..recorder import Record
 from .findings.facts import SCRIPT_END, Facts, Parting, say_ranks
 
 # Compare the order in which ranks enter collectives, as they tell it.
@@ -36,29 +36,23 @@ class Order:
             self._has_join = True
         elif record["kind"] == "step":
             self._stepping.add(rank)
-        elif record["kind"] in ("done", "end"):
-            self._end(rank, record)
-            self._compare_ends()
         elif record["kind"] == "collective":
-            self._entered.setdefault((record["group"], rank), []).append(record)
             self._compare(rank, record)
             self._compare_ends()
-
-    def _end(self, rank: int, record: Record) -> None:
-        """Note that a rank enters no more collectives, unless it has failed, of which the others know nothing."""
-        has_failed = record.get("error") or record.get("code")
-        if has_failed:
-            self._failed.add(rank)
-        if rank not in self._failed:
-            self._ended.setdefault(rank, record.get("reason") or SCRIPT_END)
+        elif record["kind"] in ("done", "end"):
+            if record.get("error") or record.get("code"):  # it has failed, of which the others know nothing
+                self._failed.add(rank)
+            elif rank not in self._failed:
+                self._ended.setdefault(rank, record.get("reason") or SCRIPT_END)
+            self._compare_ends()
 
     def _compare(self, rank: int, record: Record) -> None:
-        position = len(self._entered[record["group"], rank]) - 1
+        entered = self._entered.setdefault((record["group"], rank), [])
         for other in self._ranks:
-            theirs = self._entered.get((record["group"], other), [])
-            if other != rank and len(theirs) > position and not _alike(theirs[position], record):
-                self._part(rank, other, record, theirs[position], "")
-                return
+            theirs = self._entered.get((record["group"], other), [])[len(entered) :]
+            if other != rank and theirs and _signature(theirs[0]) != _signature(record):
+                self._part(rank, other, record, theirs[0], "")
+        entered.append(record)
 
     def _compare_ends(self) -> None:
         """Find a rank that has entered a collective which one that has ended never will."""
@@ -73,10 +67,6 @@ class Order:
     def _part(self, rank: int, other: int, record: Record, theirs: Record | None, ends: str) -> None:
         if self.parted is None:
             self.parted = Parting((rank, other), (record, theirs), ends)
-
-
-def _alike(one: Record, other: Record) -> bool:
-    return _signature(one) == _signature(other)
 
 
 def _signature(record: Record) -> tuple[object, ...]:
@@ -137,11 +127,15 @@ class Watch:
             heard = False
             for rank, record in self._ranks.wait(_POLL):
                 heard = True
-                self._take(rank, record)
+                self._order.take(rank.number, record)
+                if record["kind"] in ("done", "end", "spawns"):
+                    self._finished.setdefault(rank.number, record)
             now = time.monotonic()
             if heard:
                 deadline = now + self._patience()
-            self._note_deaths()
+            for rank in self._ranks.all:
+                if rank.ended is not None:
+                    self._finished.setdefault(rank.number, {"kind": "died", "how": rank.ended})
             if self._order.parted:
                 last = min(last, now + _AFTER_PARTING)
             if any(_has_failed(record) for record in self._finished.values()):
@@ -165,16 +159,6 @@ class Watch:
         are_done = [record.get("reason") == "steps" for record in self._finished.values()]
         return any(are_done) and all(are_done) and not any(map(_steps, running))
 
-    def _take(self, rank: Rank, record: Record) -> None:
-        self._order.take(rank.number, record)
-        if record["kind"] in ("done", "end", "spawns"):
-            self._finished.setdefault(rank.number, record)
-
-    def _note_deaths(self) -> None:
-        for rank in self._ranks.all:
-            if rank.ended is not None and rank.number not in self._finished:
-                self._finished[rank.number] = {"kind": "died", "how": rank.ended}
-
     def _outcome(self, hanging: bool, seconds: float) -> Outcome:
         facts = Facts({rank.number: rank.records for rank in self._ranks.all}, self._order.parted)
         made = [_steps(rank) for rank in self._ranks.all]
@@ -185,15 +169,15 @@ class Watch:
 
     def _describe_trouble(self, hanging: bool, steps: int) -> tuple[str, list[str]]:
         for number, record in self._finished.items():
-            rank = next(rank for rank in self._ranks.all if rank.number == number)
-            if record["kind"] == "died":
-                return f"rank {number} {record['how']} after {steps} optimizer steps", rank.tail()
             if record["kind"] == "spawns":
                 return "the script starts processes of its own: check the function that they run, as one rank", []
-            if record["kind"] == "end" and record["error"]:
-                return f"rank {number} failed after {steps} optimizer steps: {record['error']}", rank.tail()
-            if record["kind"] == "end" and record["code"]:
-                return f"rank {number} exited with code {record['code']} after {steps} optimizer steps", rank.tail()
+            if _has_failed(record):
+                how = record.get("how") or f"exited with code {record['code']}"
+                error = ""
+                if record.get("error"):
+                    how, error = "failed", f": {record['error']}"
+                trouble = f"rank {number} {how} after {steps} optimizer steps{error}"
+                return trouble, self._ranks.all[number].tail()
         if hanging and not self._order.parted and not self._waits_for_helpers():
             return self._describe_hanging()
         if not steps:

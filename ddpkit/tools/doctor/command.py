@@ -26,8 +26,8 @@ from ...join.store import find_master, open_store, store_outlives_ranks
 from ...launch.launch import MPI_AND_SLURM
 from ...launch.process_tree import unnested_launch
 from ..terminal import count, positive_seconds
-from . import machine_checks, network_checks
-from .report import MARK, Check, Report, attempt, print_report, worst
+from . import checks
+from .report import MARK, Check, Report, print_report, worst
 
 _NCCL_ENDS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
 _MARK_WAIT = 5.0  # seconds in which rank 0 of a doctor's job marks its store
@@ -62,10 +62,14 @@ def run(args: argparse.Namespace) -> int:
     ends_soon = launch is None and "TORCHELASTIC_RUN_ID" in os.environ  # refused under torchrun
 
     def check() -> None:
-        if job is not None:
-            _check_job(report, job, args)
-        elif not ends_soon:
-            _check_machine(report, args)
+        try:
+            if job is not None:
+                _check_job(report, job, args)
+            elif not ends_soon:
+                _check_machine(report, args)
+        except Exception as error:
+            report.fail(error)
+            report.skip_rest(f"{report.doing} failed")
 
     return _report_in_time(report, check, args.json)
 
@@ -84,19 +88,13 @@ def _report_in_time(report: Report, check: Callable[[], None], as_json: bool) ->
         deadline = min(deadline, time.monotonic() + _NOTICE)
         reason = "The check did not finish before the launcher's signal: another rank has failed."
 
-    def check_all() -> None:
-        try:
-            check()
-        except Exception as error:
-            report.fail(error)
-
     if report.launch is not None and report.rank == 0:
         signal.signal(signal.SIGTERM, hurry)
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)  # C++ code may print, too
     try:
-        thread = threading.Thread(target=check_all, daemon=True)
+        thread = threading.Thread(target=check, daemon=True)
         thread.start()
         while thread.is_alive() and time.monotonic() < deadline:
             thread.join(_POLL)
@@ -120,28 +118,18 @@ def read_launch() -> tuple[Launch | None, Check]:
     try:
         launch, warning = unnested_launch()
     except LaunchError as error:
-        return None, _refusal(error)
+        found, start, rest = str(error).partition(". Start ")
+        remedy = f"Start {rest}" if start else "See what is an error in the guide to launching."
+        return None, Check("launch", "failed", found, remedy)
     if warning:
         remedy = "Start the doctor as the ranks are started; srun needs --overlap inside of a step."
         return launch, Check("launch", "warning", warning, remedy)
-    return launch, Check("launch", "ok", _describe_launch(launch), "", list(launch.evidence))
-
-
-def _refusal(error: LaunchError) -> Check:
-    """Make a check of a refused launch; its advice begins with "Start"."""
-    found, start, rest = str(error).partition(". Start ")
-    remedy = f"Start {rest}" if start else "See what is an error in the guide to launching."
-    return Check("launch", "failed", found, remedy)
-
-
-def _describe_launch(launch: Launch) -> str:
-    text = f"{launch.kind}: rank {launch.rank} of {launch.world_size}"
-    if launch.local_rank is None:
-        return text
-    text += f", local rank {launch.local_rank}"
+    found = f"{launch.kind}: rank {launch.rank} of {launch.world_size}"
+    if launch.local_rank is not None:
+        found += f", local rank {launch.local_rank}"
     if launch.local_world_size:
-        text += f" of {launch.local_world_size}"
-    return text
+        found += f" of {launch.local_world_size}"
+    return launch, Check("launch", "ok", found, "", list(launch.evidence))
 
 
 def _check_here(report: Report, checks_ports: bool) -> None:
@@ -152,65 +140,32 @@ def _check_here(report: Report, checks_ports: bool) -> None:
         checks_ports: True if rank 0 is about to listen here.
     """
     launch = report.launch
-    report.add(attempt("versions", machine_checks.versions))
+    report.attempt("versions", checks.versions)
     report.begin("devices", "looking at the devices")
-    report.add(attempt("devices", machine_checks.devices, launch is None))
+    report.attempt("devices", checks.devices, launch is None)
     report.begin("interface", "resolving the host's name")
-    report.add(attempt("interface", network_checks.interface))
-    if launch is None:
-        report.add(attempt("master", network_checks.master))
+    report.attempt("interface", checks.interface)
     if launch is None or checks_ports:
-        port = launch.master_port if launch else None
-        report.add(attempt("ports", network_checks.ports, port, checks_ports))
-    report.add(attempt("shm", machine_checks.shared_memory))
-    report.add(attempt("cores", machine_checks.cores))
-    report.add(attempt("open files", machine_checks.open_files))
+        report.attempt("ports", checks.ports, launch.master_port if launch else None, checks_ports)
+    report.attempt("shm", checks.shared_memory)
+    report.attempt("cores", checks.cores)
+    report.attempt("open files", checks.open_files)
 
 
 def _check_machine(report: Report, args: argparse.Namespace) -> None:
     """Check this machine, and let two processes meet on it."""
     master = os.environ.get("MASTER_ADDR", "").strip()
-    addresses = network_checks.resolve(master) if master else []
-    master_is_here = any(map(network_checks.is_local, addresses))
-    _check_here(report, checks_ports=not master or master_is_here)
-    device, where, notes = _devices_for_two(args.device)
-    waiting = f"two processes meet and average numbers (at most {args.timeout:g} s)"
-    report.begin("collective", waiting)
-    try:
-        bound = report.time_left()
-        results = spawn(
-            machine_checks.two_ranks,
-            2,
-            args.backend,
-            device,
-            bound.total_seconds(),
-            timeout=bound + timedelta(seconds=10),
-        )
-    except Exception as error:
-        report.fail(error)
-        return
-    mean, latency = results[0]
-    found = f"two processes on {where}: {mean.found}; {latency.found}"
-    remedy = mean.remedy or latency.remedy
+    _check_here(report, checks_ports=not master or any(map(checks.is_local, checks.resolve(master))))
+    device = args.device
+    if device is None and count_accelerators() < 2:
+        device = "cpu"
+    report.begin("collective", f"two processes meet and average numbers (at most {args.timeout:g} s)")
+    bound = report.time_left()
+    settings = (args.backend, device, bound.total_seconds())
+    mean, latency = spawn(checks.two_ranks, 2, *settings, timeout=bound + timedelta(seconds=10))[0]
+    found = f"two processes on {device or 'two accelerators'}: {mean.found}; {latency.found}"
     status = worst([mean, latency])
-    report.add(Check("collective", status, found, remedy, notes, latency.measured))
-
-
-def _devices_for_two(asked: str | None) -> tuple[str | None, str, list[str]]:
-    """Choose devices for two processes.
-
-    Returns:
-        The device as `setup()` takes it, words for it, and notes for the report.
-    """
-    kind = machine_checks.accelerator()
-    if asked is not None:
-        return asked, asked, []
-    if kind is None or kind == "mps":
-        return None, "the CPU", []
-    if count_accelerators() > 1:
-        return None, f"{kind}:0 and {kind}:1", []
-    device = f"{kind}:0"
-    return device, device, ["one accelerator only: shared over gloo; NCCL needs one for each rank"]
+    report.add(Check("collective", status, found, mean.remedy or latency.remedy, measured=latency.measured))
 
 
 def _check_job(report: Report, launch: Launch, args: argparse.Namespace) -> None:
@@ -220,20 +175,6 @@ def _check_job(report: Report, launch: Launch, args: argparse.Namespace) -> None
     if any(check.name == "ports" and check.status == "failed" for check in report.checks):
         report.skip_rest("rank 0 cannot listen at its port")
         return
-    try:
-        _meet(report, launch, args, hosts_store)
-    except Exception as error:
-        report.fail(error)
-        report.skip_rest(f"{report.doing} failed")
-
-
-def _meet(
-    report: Report,
-    launch: Launch,
-    args: argparse.Namespace,
-    hosts_store: bool,
-) -> None:
-    """Meet the other ranks, first in the store and then in a process group."""
     ranks = count(launch.world_size, "rank")
     address = "where the launcher leads"
     if launch.master_addr:
@@ -260,12 +201,12 @@ def _check_together(report: Report, context: Context, store: dist.Store) -> None
     report.record |= {name: getattr(context, name) for name in ("node_rank", "local_rank")}
     report.record["device"] = str(context.device)
     report.share(store)
-    report.add(machine_checks.roll_call(report.records))
-    report.add(machine_checks.same_versions(report.records))
+    report.add(checks.roll_call(report.records))
+    report.add(checks.same_versions(report.records))
     report.begin("mean", "averaging numbers")
-    report.add(machine_checks.mean())
+    report.add(checks.mean())
     report.begin("latency", "timing a small collective")
-    report.add(machine_checks.latency())
+    report.add(checks.latency())
     report.begin("report", "gathering the ranks' findings")
     report.share(store)
 
@@ -286,7 +227,7 @@ def _open_store(report: Report, launch: Launch, hosts_store: bool) -> dist.Store
         _await_mark(store, report, f"{address}:{port}")
     offer_store(launch, store, address, port)
     role = "this rank hosts the store" if hosts_store else "reached"
-    addresses = ", ".join(network_checks.resolve(address))
+    addresses = ", ".join(checks.resolve(address))
     report.add(Check("master", "ok", f"{address}:{port} ({addresses}), {role}"))
     return store
 

@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -77,14 +77,6 @@ class Check:
     remedy: str = ""
     details: list[str] = field(default_factory=list)
     measured: dict[str, float] = field(default_factory=dict)
-
-
-def attempt(name: str, probe: Callable[..., Check], *args: Any) -> Check:
-    """Run a check; if it cannot run, report that as its result."""
-    try:
-        return probe(*args)
-    except Exception as error:
-        return Check(name, "skipped", f"cannot be checked here: {describe_error(error)}")
 
 
 def worst(checks: Sequence[Check]) -> str:
@@ -168,6 +160,13 @@ class Report:
         """Add a result."""
         self.checks.append(check)
 
+    def attempt(self, name: str, probe: Callable[..., Check], *args: Any) -> None:
+        """Run a check; if it cannot run, report that as its result."""
+        try:
+            self.add(probe(*args))
+        except Exception as error:
+            self.add(Check(name, "skipped", f"cannot be checked here: {describe_error(error)}"))
+
     def fail(self, error: Exception) -> None:
         """Add the failure of the check that runs now: the error's first line, and its last ones as details."""
         first, *rest = str(error).strip().splitlines() or [""]
@@ -179,9 +178,8 @@ class Report:
     def skip_rest(self, reason: str) -> None:
         """Mark as skipped all checks of a job that have not run."""
         done = {check.name for check in self.checks}
-        for name in _OF_A_JOB:
-            if name not in done:
-                self.add(Check(name, "skipped", reason))
+        missing = [name for name in _OF_A_JOB if name not in done] if self.launch else []
+        self.checks += [Check(name, "skipped", reason) for name in missing]
 
     def share(self, store: dist.Store) -> None:
         """Exchange results with the other ranks in the store, so that rank 0 reports them even if ranks cannot join.
@@ -244,28 +242,23 @@ def read_results(text: bytes | str, key: str, rank: int) -> tuple[dict[str, Any]
 
 def merge(by_rank: dict[int, list[Check]], hosts: dict[int, str]) -> list[Check]:
     """Merge the results of a job's ranks, by the checks and the host of each, so that a common finding is said once."""
-    by_name: dict[str, dict[int, Check]] = {}
+    by_name: dict[str, list[tuple[int, Check]]] = {}
     for rank, checks in sorted(by_rank.items()):
         for check in checks:
-            by_name.setdefault(check.name, {})[rank] = check
-    return [_merge_one(found, hosts) for found in by_name.values()]
-
-
-def _merge_one(by_rank: dict[int, Check], hosts: dict[int, str]) -> Check:
-    """Merge one check's results: the first of the worst, with a line for each other finding."""
-    ranks_with: dict[tuple[str, str], list[int]] = {}
-    for rank, check in by_rank.items():
-        ranks_with.setdefault((check.status, check.found), []).append(rank)
-    check = max(by_rank.values(), key=lambda check: STATUSES.index(check.status))
-    if len(ranks_with) == 1:
-        return check
-    ranks = ranks_with.pop((check.status, check.found))
-    others = [f"{_say_ranks(some, hosts)}: {found}" for (_, found), some in ranks_with.items()]
-    found = check.found
-    if check.status != "ok":
-        found = f"{_say_ranks(ranks, hosts)}: {found}"
-    details = [*check.details, *first_of(others, _MANY_LINES)]
-    return Check(check.name, check.status, found, check.remedy, details, check.measured)
+            by_name.setdefault(check.name, []).append((rank, check))
+    merged = []
+    for results in by_name.values():  # the first of the worst, with a line for each other finding
+        ranks_with: dict[tuple[str, str], list[int]] = {}
+        for rank, check in results:
+            ranks_with.setdefault((check.status, check.found), []).append(rank)
+        check = max((check for _, check in results), key=lambda check: STATUSES.index(check.status))
+        ranks = ranks_with.pop((check.status, check.found))
+        others = [f"{_say_ranks(some, hosts)}: {found}" for (_, found), some in ranks_with.items()]
+        found = check.found
+        if others and check.status != "ok":
+            found = f"{_say_ranks(ranks, hosts)}: {found}"
+        merged.append(replace(check, found=found, details=[*check.details, *first_of(others, _MANY_LINES)]))
+    return merged
 
 
 def _say_ranks(ranks: list[int], hosts: dict[int, str]) -> str:
@@ -281,7 +274,10 @@ def print_report(report: Report, as_json: bool) -> int:
     """Print the report; rank 0 does for all if it has heard of them. Return the exit code."""
     checks = report.merged()
     if report.rank == 0:
-        text = _as_json(report, checks) if as_json else render(f"ddpkit doctor: {_subject(report)}", checks)
+        subject = f"this machine, {report.record['host']}"
+        if report.launch:
+            subject = f"the job of {count(report.world_size, 'rank')}"
+        text = _as_json(report, checks) if as_json else render(f"ddpkit doctor: {subject}", checks)
         print(text.encode(sys.stdout.encoding, "backslashreplace").decode(sys.stdout.encoding))
     elif 0 not in report.peers:  # rank 0 cannot speak for this one
         for check in checks:
@@ -290,12 +286,6 @@ def print_report(report: Report, as_json: bool) -> int:
                 print(f"ddpkit doctor: {where}: {check.name}: {check.found} {check.remedy}", file=sys.stderr)
     sys.stdout.flush()
     return int(worst(checks) == "failed")
-
-
-def _subject(report: Report) -> str:
-    if report.launch:
-        return f"the job of {count(report.world_size, 'rank')}"
-    return f"this machine, {report.record['host']}"
 
 
 def _as_json(report: Report, checks: Sequence[Check]) -> str:
@@ -332,10 +322,9 @@ def tally(checks: Sequence[Check]) -> str:
     parts = []
     for status in STATUSES:
         names = [check.name for check in checks if check.status == status]
-        if not names:
-            continue
         number = count(len(names), status) if status == "warning" else f"{len(names)} {status}"
         if status in ("warning", "failed"):
             number += f" ({', '.join(names)})"
-        parts.append(number)
+        if names:
+            parts.append(number)
     return ", ".join(parts)

@@ -10,16 +10,15 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..script.ranks import Script, exit_when_terminated
+from ..ranks import Script, exit_when_terminated
 from ..terminal import announce, count, paint
 from .rank import KINDS
 from .runs import Limits, Run
-from .trials import FOLDER, Options, Rehearsal, Trial, UnfitScriptError
+from .trials import FOLDER, Difference, Options, Rehearsal, Trial, UnfitScriptError
 
 # Print how the trials went, for people or as JSON.
 
@@ -27,23 +26,16 @@ SCHEMA = 1  # of the JSON object; raised when a field changes its meaning or goe
 _FEWEST = 2  # starts that begin anew, of which a single one may have had no checkpoint yet
 
 
-def title(script: str, ranks: Sequence[int], seed: int) -> str:
-    """Write the first line."""
-    return paint(f"ddpkit rehearse: {script} on {', '.join(map(str, ranks))} ranks, seed {seed}", "bold")
-
-
 def render_undisturbed(rehearsal: Rehearsal) -> str:
     """Write what the undisturbed runs have shown."""
-    lines = [f"undisturbed  {count(rehearsal.length, 'step')}"]
+    line = f"undisturbed  {count(rehearsal.length, 'step')}"
     if rehearsal.reference is None:
         reason = next(iter(rehearsal.excluded.values()))
-        lines[0] += f"; the same run twice was not the same ({reason}), so nothing can be compared: is a seed missing?"
-        return lines[0]
-    distance = rehearsal.reference.distance
-    if distance:
-        lines[0] += f"; weights of undisturbed runs at most {distance:.2g} of a step apart"
-    else:
-        lines[0] += "; weights of undisturbed runs equal"
+        return f"{line}; the same run twice was not the same ({reason}), so nothing can be compared: is a seed missing?"
+    apart = "equal"
+    if rehearsal.reference.distance:
+        apart = f"at most {rehearsal.reference.distance:.2g} of a step apart"
+    lines = [f"{line}; weights of undisturbed runs {apart}"]
     for ranks, reason in rehearsal.excluded.items():
         lines.append(f"             left out: {count(ranks, 'rank')} do not make the same run ({reason})")
     return "\n".join(lines)
@@ -52,22 +44,19 @@ def render_undisturbed(rehearsal: Rehearsal) -> str:
 def render_trial(trial: Trial) -> str:
     """Write how a trial went."""
     verdict = paint("wrong", "red") if trial.wrong else paint("ok   ", "green")
-    lines = []
-    for run in trial.runs:
-        lines.append(f"{count(run.start.ranks, 'rank'):<8} {_describe(run)}")
+    lines = [f"{count(run.start.ranks, 'rank'):<8} {_describe(run)}" for run in trial.runs]
     lines += [paint(text, "red") for text in trial.wrong]
     if not trial.wrong:
-        lines.append(_describe_files(trial))
-    lines += trial.notes
+        lines.append(_describe_files(trial.difference))
     margin = " " * 18
-    return f"trial {trial.number:<4}{verdict}   " + f"\n{margin}".join(lines)
+    return f"trial {trial.number:<4}{verdict}   " + f"\n{margin}".join([*lines, *trial.notes])
 
 
 def _describe(run: Run) -> str:
     """Say which steps a start has made, and what happened to it: the event, where that is not a step."""
     text = count(len(run.steps), "step")
     if run.alignment:
-        stretches = ", ".join(f"{stretch.first}-{stretch.last}" for stretch in run.alignment.stretches)
+        stretches = ", ".join(f"{first}-{last}" for first, last in run.alignment.stretches)
         text = f"steps {stretches}" if stretches else "no step"
     disturbance = run.start.disturbance
     if disturbance is None:
@@ -75,52 +64,41 @@ def _describe(run: Run) -> str:
     if not run.is_disturbed:
         return f"{text}; it ended before it was disturbed"
     text += f"; {KINDS[disturbance.kind].format(rank=disturbance.rank)}"
-    if run.disturbed and disturbance.delay:
-        text += f" {disturbance.delay:.2f} s after '{run.disturbed}'"
-    elif run.disturbed:
-        text += f" before '{run.disturbed}'"
+    if run.disturbed:
+        moment = f" {disturbance.delay:.2f} s after" if disturbance.delay else " before"
+        text += f"{moment} '{run.disturbed}'"
     if disturbance.kind != "pause":
         text += f"; all had ended {run.waited:.1f} s later"
     return text
 
 
-def _describe_files(trial: Trial) -> str:
-    difference = trial.difference
-    files = count(len(difference.compared), "file")
+def _describe_files(difference: Difference) -> str:
     if not difference.compared:
         return "no file with tensors was compared"
-    if difference.bits:
-        return f"{files} equal bit for bit"
-    return f"{files} equal to {difference.greatest:.1g}"
+    equal = "bit for bit" if difference.bits else f"to {difference.greatest:.1g}"
+    return f"{count(len(difference.compared), 'file')} equal {equal}"
 
 
 def render_end(rehearsal: Rehearsal, trials: list[Trial], again: str) -> str:
     """Write the last lines: how many were right, and how to repeat one that was not."""
-    wrong = [trial for trial in trials if trial.wrong]
-    lines = []
+    wrong = sum(bool(trial.wrong) for trial in trials)
+    number = count(len(trials), "trial")
+    tally = paint(f"{number} ended like the undisturbed run", "green")
     if wrong:
-        lines.append(f"to repeat the first that went wrong: {again}")
-    elif never_resumes(trials):
-        lines.append(
-            "no start went on where the one before had ended: "
-            "give the script the flag with which it resumes, by --again if it refuses that flag at first"
-        )
-    lines.append(_tally(rehearsal, len(trials), len(wrong)))
-    return "\n".join(lines)
-
-
-def _tally(rehearsal: Rehearsal, number: int, wrong: int) -> str:
-    if wrong:
-        return paint(f"{wrong} of {count(number, 'trial')} went wrong", "red")
+        tally = paint(f"{wrong} of {number} went wrong", "red")
+        return f"to repeat the first that went wrong: {again}\n{tally}"
     if rehearsal.reference is None:
-        return paint(f"{count(number, 'trial')} came to an end, which cannot be compared", "yellow")
-    return paint(f"{count(number, 'trial')} ended like the undisturbed run", "green")
+        tally = paint(f"{number} came to an end, which cannot be compared", "yellow")
+    if not never_resumes(trials):
+        return tally
+    advice = "give the script the flag with which it resumes, by --again if it refuses that flag at first"
+    return f"no start went on where the one before had ended: {advice}\n{tally}"
 
 
 def never_resumes(trials: list[Trial]) -> bool:
     """Return whether starts were needed after the first ones, and each began anew."""
     runs = [run for trial in trials for run in trial.runs[1:]]
-    first = [run.alignment.stretches[0].first for run in runs if run.alignment and run.alignment.stretches]
+    first = [run.alignment.stretches[0][0] for run in runs if run.alignment and run.alignment.stretches]
     return len(first) >= _FEWEST and set(first) == {1}
 
 
@@ -140,28 +118,19 @@ def as_json(script: str, seed: int, rehearsal: Rehearsal, trials: list[Trial]) -
 
 
 def _trial_as_json(trial: Trial) -> dict[str, Any]:
-    runs = []
-    for run in trial.runs:
-        steps: Any = len(run.steps)
-        if run.alignment:
-            steps = [[stretch.first, stretch.last] for stretch in run.alignment.stretches]
-        runs.append(
-            {
-                "ranks": run.start.ranks,
-                "disturbance": asdict(run.start.disturbance) if run.start.disturbance else None,
-                "is_disturbed": run.is_disturbed,
-                "event": run.disturbed,
-                "steps": steps,
-                "ends": run.ends,
-                "waited": round(run.waited, 3),
-            }
-        )
+    told = {"number": trial.number, "wrong": trial.wrong, "notes": trial.notes}
+    return {**told, "starts": [_run_as_json(run) for run in trial.runs], "files": asdict(trial.difference)}
+
+
+def _run_as_json(run: Run) -> dict[str, Any]:
     return {
-        "number": trial.number,
-        "wrong": trial.wrong,
-        "notes": trial.notes,
-        "starts": runs,
-        "files": asdict(trial.difference),
+        "ranks": run.start.ranks,
+        "disturbance": asdict(run.start.disturbance) if run.start.disturbance else None,
+        "is_disturbed": run.is_disturbed,
+        "event": run.disturbed,
+        "steps": run.alignment.stretches if run.alignment else len(run.steps),
+        "ends": run.ends,
+        "waited": round(run.waited, 3),
     }
 
 
@@ -249,7 +218,8 @@ def _rehearse(args: argparse.Namespace, folder: Path) -> int:
     rehearsal = Rehearsal(options, folder, announce)
     rehearsal.run_undisturbed()
     if not args.json:
-        print(title(args.script, options.ranks, args.seed))
+        ranks = ", ".join(map(str, options.ranks))
+        print(paint(f"ddpkit rehearse: {args.script} on {ranks} ranks, seed {args.seed}", "bold"))
         print(render_undisturbed(rehearsal), flush=True)
     trials: list[Trial] = []
     for number in [args.only] if args.only else range(1, args.trials + 1):

@@ -10,22 +10,18 @@ import signal
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn.modules import module as hooks
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ...collectives.tree import flat_bytes, is_dense
-from ..script.ranks import Script, describe, run_script, use_gloo_without_gpus
-from ..script.recorder import Record, Recorder, parameters_of, whole
+from ..ranks import Script, describe, run_script, use_gloo_without_gpus
+from ..recorder import Record, Recorder, parameters_of, whole
 
 # Draw the disturbances of a trial from its seed.
 
@@ -86,20 +82,14 @@ def plan_trial(seed: int, number: int, kinds: Sequence[str], undisturbed: dict[i
     generator = random.Random(f"{seed} {number}")
     ranks = generator.choice(list(undisturbed))
     kind = kinds[(number - 1) % len(kinds)]
-    starts = [Start(ranks, _draw(generator, kind, undisturbed[ranks]))]
-    ranks = _another(generator, ranks, undisturbed)
-    if generator.random() < _TWICE:
-        starts.append(Start(ranks, _draw(generator, generator.choice(kinds), undisturbed[ranks])))
-        ranks = _another(generator, ranks, undisturbed)
-    return [*starts, Start(ranks, None)]
-
-
-def _another(generator: random.Random, ranks: int, undisturbed: dict[int, RankEvents]) -> int:
-    """Draw another number of ranks, where there is one."""
-    others = [number for number in undisturbed if number != ranks]
-    if not others:
-        return ranks
-    return generator.choice(others)
+    starts: list[Start] = []
+    while True:
+        starts.append(Start(ranks, _draw(generator, kind, undisturbed[ranks])))
+        if others := [number for number in undisturbed if number != ranks]:
+            ranks = generator.choice(others)
+        if len(starts) > 1 or generator.random() >= _TWICE:
+            return [*starts, Start(ranks, None)]
+        kind = generator.choice(kinds)
 
 
 def _draw(generator: random.Random, kind: str, events: RankEvents) -> Disturbance:
@@ -156,9 +146,7 @@ def be_rank(
     use_gloo_without_gpus()
     events = Events(recorder, disturbance)
     Changes(events, folder).install()
-    inputs = Inputs()
-    inputs.install()
-    observe_steps(recorder, events, inputs)
+    observe_steps(recorder, events)
     events.note("start")
     code, failure = run_script(script)
     _leave()
@@ -228,7 +216,6 @@ class Changes:
     def __init__(self, events: Events, folder: Path) -> None:
         self._events = events
         self._folder = f"{folder}{os.sep}"
-        self._thread = threading.local()
 
     def install(self) -> None:
         """Begin."""
@@ -236,26 +223,16 @@ class Changes:
         torch.save = self._noting(torch.save)
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
-        if event == "open":
+        if event in _CHANGES:
+            self._note(_CHANGES[event], args[0])
+        elif event == "open":
             path, mode, flags = args
-            if not _writes(mode, flags):
-                return
-            verb = "write"
-        elif event in _CHANGES:
-            path = args[0]
-            verb = _CHANGES[event]
-        else:
-            return
-        if not isinstance(path, str | bytes | os.PathLike) or getattr(self._thread, "is_inside", False):
-            return
-        self._thread.is_inside = True
-        try:
-            self._note(verb, path)
-        finally:
-            self._thread.is_inside = False
+            writes = any(letter in mode for letter in "wax+") if mode else (flags or 0) & _WRITING
+            if writes:
+                self._note("write", path)
 
-    def _note(self, verb: str, path: str | bytes | os.PathLike[Any]) -> None:
-        full = os.path.abspath(os.fsdecode(path))
+    def _note(self, verb: str, path: Any) -> None:
+        full = os.path.abspath(os.fsdecode(path)) if isinstance(path, str | bytes | os.PathLike) else ""
         if full.startswith(self._folder):
             self._events.note(f"{verb} {full.removeprefix(self._folder)}")
 
@@ -264,56 +241,14 @@ class Changes:
 
         @functools.wraps(save)
         def call(content: Any, file: Any, *args: Any, **kwargs: Any) -> None:
-            if isinstance(file, str | os.PathLike):
-                self._note("write", file)
+            self._note("write", file)
             save(content, file, *args, **kwargs)
 
         return call
 
 
-def _writes(mode: str | None, flags: int | None) -> bool:
-    if mode is not None:
-        return any(letter in mode for letter in "wax+")
-    return bool((flags or 0) & _WRITING)
-
-
-class Inputs:
-    """Adds up hashes of the samples that networks are trained on: the sum tells nothing of their order or rank.
-
-    Attributes:
-        total: The sum since the last step; None if no samples were seen.
-    """
-
-    def __init__(self) -> None:
-        self.total: int | None = None
-        self._depth = 0
-
-    def install(self) -> None:
-        """Begin."""
-        hooks.register_module_forward_pre_hook(self._enter)
-        hooks.register_module_forward_hook(self._leave, always_call=True)
-
-    def _enter(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        if torch.compiler.is_compiling():
-            return
-        self._depth += 1
-        if self._depth > 1 or not torch.is_grad_enabled() or not module.training:
-            return
-        if next(module.parameters(), None) is None:  # such as a loss
-            return
-        batch = next((value for value in args if isinstance(value, Tensor)), None)
-        if batch is None or batch.requires_grad or not batch.ndim or batch.is_meta or not is_dense(batch):
-            return
-        for row in batch.detach().cpu():
-            self.total = (self.total or 0) + zlib.crc32(flat_bytes(row).numpy().data)
-
-    def _leave(self, *call: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._depth -= 1
-
-
-def observe_steps(recorder: Recorder, events: Events, inputs: Inputs) -> None:
-    """Tell the weights after each step of an optimizer, by some of their elements, and the samples that it saw."""
+def observe_steps(recorder: Recorder, events: Events) -> None:
+    """Tell the weights after each step of an optimizer, by some of their elements."""
 
     @torch.no_grad()
     def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -324,9 +259,7 @@ def observe_steps(recorder: Recorder, events: Events, inputs: Inputs) -> None:
             optimizer=_describe(optimizer),
             weights=_some_elements(optimizer),
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
-            inputs=inputs.total,
         )
-        inputs.total = None
         events.note("step")
 
     register_optimizer_step_post_hook(stepped)

@@ -1,4 +1,4 @@
-"""Run the script once on ranks of this machine, disturb it, and see how each rank ends."""
+"""Run the script once on ranks of this machine, disturb it, and compare its steps with those of undisturbed runs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ..script.ranks import Rank, Ranks, Script, environment
-from ..script.recorder import Record
+from ..ranks import Rank, Ranks, Script
+from ..recorder import Record
 from .rank import RankEvents, Start, be_rank
 
 _POLL = 0.05  # seconds
@@ -29,7 +29,6 @@ class Run:
     Attributes:
         start: What was started.
         steps: The step records of the rank that made the most steps.
-        inputs: The sum over all ranks of the hashes of each step's samples, None where it is not known.
         events: Of each rank.
         disturbed: The event at which the disturbance came, "" if it came at a step or not at all.
         is_disturbed: Whether the disturbance came.
@@ -43,7 +42,6 @@ class Run:
 
     start: Start
     steps: list[Record] = field(default_factory=list)
-    inputs: list[int | None] = field(default_factory=list)
     events: RankEvents = field(default_factory=dict)
     disturbed: str = ""
     is_disturbed: bool = False
@@ -53,6 +51,11 @@ class Run:
     hanging: list[str] = field(default_factory=list)
     output: list[str] = field(default_factory=list)
     alignment: Alignment | None = None
+
+    @property
+    def kind(self) -> str:
+        """Return the kind of its disturbance, "" if none was planned."""
+        return self.start.disturbance.kind if self.start.disturbance else ""
 
 
 @dataclass(frozen=True)
@@ -80,8 +83,7 @@ def run_once(script: Script, folder: Path, is_inside: bool, start: Start, limits
         device: "cpu" hides the GPUs.
     """
     body = partial(be_rank, script, folder, is_inside, start.disturbance)
-    environments = {rank: environment(rank, start.ranks, device) for rank in range(start.ranks)}
-    with Ranks(body, environments) as ranks:
+    with Ranks(body, start.ranks, device) as ranks:
         return _Follower(ranks, start, limits).run()
 
 
@@ -103,7 +105,9 @@ class _Follower:
                 self._heard = time.monotonic()
                 if record["kind"] == "disturbed":
                     self._disturb(rank, record["what"])
-            self._let_go_on()
+            if self._paused and time.monotonic() >= self._paused[1]:
+                _send(self._paused[0], signal.SIGCONT)
+                self._paused = None
             if self._is_time_up():
                 self._end()
         for rank in self._ranks.all:
@@ -115,28 +119,14 @@ class _Follower:
         run = self._result
         run.is_disturbed = True
         run.disturbed = "" if what == "step" else what
-        disturbance = run.start.disturbance
-        assert disturbance is not None
-        if disturbance.kind == "pause":
+        if run.kind == "pause":
             self._paused = (rank, time.monotonic() + _PAUSE)
             return
         self._counted_from = time.monotonic()
-        if disturbance.kind.endswith("-all"):
-            number = signal.SIGKILL if disturbance.kind == "kill-all" else signal.SIGTERM
+        if run.kind.endswith("-all"):
+            number = signal.SIGKILL if run.kind == "kill-all" else signal.SIGTERM
             for other in self._ranks.all:
-                with suppress(ProcessLookupError):
-                    os.kill(other.pid, number)
-
-    def _let_go_on(self) -> None:
-        """Let a rank that was stopped go on after a while."""
-        if self._paused is None:
-            return
-        rank, until = self._paused
-        if time.monotonic() < until:
-            return
-        with suppress(ProcessLookupError):
-            os.kill(rank.pid, signal.SIGCONT)
-        self._paused = None
+                _send(other, number)
 
     def _is_time_up(self) -> bool:
         now = time.monotonic()
@@ -164,29 +154,18 @@ class _Follower:
         for rank in self._ranks.all:
             run.events[rank.number] = [record for record in rank.records if record["kind"] == "event"]
             steps.append([record for record in rank.records if record["kind"] == "step"])
-            run.ends[rank.number] = _describe_end(rank)
+            errors = [record["error"] for record in rank.records if record["kind"] == "end" and record["error"]]
+            run.ends[rank.number] = ": ".join([f"{rank.ended}", *errors])
             if rank.ended != "exited with code 0":
                 run.failed.append(rank.number)
                 run.output = run.output or rank.tail()
         run.steps = max(steps, key=len)
-        run.inputs = [_total(step, steps) for step in range(len(run.steps))]
         return run
 
 
-def _describe_end(rank: Rank) -> str:
-    """Say how a rank ended, with its error if it reported one."""
-    errors = [record["error"] for record in rank.records if record["kind"] == "end" and record["error"]]
-    return ": ".join([f"{rank.ended}", *errors])
-
-
-def _total(step: int, steps: list[list[Record]]) -> int | None:
-    """Add up the hashes of all ranks' samples in a step, if all have recorded them."""
-    total = 0
-    for made in steps:
-        if step >= len(made) or made[step]["inputs"] is None:
-            return None
-        total += made[step]["inputs"]
-    return total
+def _send(rank: Rank, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(rank.pid, number)
 
 
 # Compare the steps of a run that was disturbed with those of undisturbed runs.
@@ -196,22 +175,8 @@ def _total(step: int, steps: list[list[Record]]) -> int | None:
 _TOLERANCE = 1e-3  # of a step, beyond which weights are not equal even if undisturbed runs agree exactly
 _MARGIN = 10  # times the distance between undisturbed runs
 _COMPARABLE = 0.1  # of a step; undisturbed runs that are farther apart cannot be compared
-_BESIDE = 2  # steps
 _GREATEST = 0.2  # of a step, the greatest tolerance
 _ALIKE = 1e-6  # relative difference of learning rates
-
-
-@dataclass
-class Stretch:
-    """Steps of the undisturbed run that a run has made one after the other, counted from 1.
-
-    Attributes:
-        first: The first one.
-        last: The last one.
-    """
-
-    first: int
-    last: int
 
 
 @dataclass
@@ -219,11 +184,11 @@ class Alignment:
     """How a run's steps follow those of the undisturbed run.
 
     Attributes:
-        stretches: The steps that are equal.
+        stretches: The first and the last of steps that it has made one after the other, counted from 1.
         first_difference: How the first unequal step differs, "" if all are equal.
     """
 
-    stretches: list[Stretch]
+    stretches: list[list[int]]
     first_difference: str
 
 
@@ -239,11 +204,9 @@ class Reference:
     """
 
     def __init__(self, run: Run) -> None:
-        self._undisturbed = run
+        self._steps = run.steps
         self._weights = [np.array(step["weights"]) for step in run.steps]
-        self._optimizers = [step["optimizer"] for step in run.steps]
         self._sizes = self._measure_steps()
-        self._inputs: list[int | None] = list(run.inputs)
         self.length = len(run.steps)
         self.distance = 0.0
 
@@ -260,94 +223,69 @@ class Reference:
         """
         if len(other.steps) != self.length:
             return f"{len(other.steps)} steps, not {self.length}"
-        greatest = max(self._distance(other, number, number) for number in range(self.length))
+        greatest = max(self._distance(step, number) for number, step in enumerate(other.steps))
         if greatest > _COMPARABLE:
             return f"weights up to {greatest:.2g} of a step apart"
         self.distance = max(self.distance, greatest)
-        for number, total in enumerate(other.inputs):
-            if total != self._inputs[number]:  # random augmentation, or noise
-                self._inputs[number] = None
         return ""
 
     def follow(self, run: Run, made: int = 0) -> Alignment:
         """Find the steps of a run among those of the undisturbed run, the first one near the last that was made."""
         alignment = Alignment([], "")
-        position = made - 1
-        for number in range(len(run.steps)):
-            expected = position + 1
-            if alignment.stretches and self._distance(run, number, expected) <= self.tolerance:
-                alignment.stretches[-1].last += 1
+        expected = made
+        for step in run.steps:
+            if alignment.stretches and self._distance(step, expected) <= self.tolerance:
+                alignment.stretches[-1][1] += 1
             else:
-                expected = self._find(run, number, position + 1)
-                if not self._distance(run, number, expected) <= self.tolerance:
-                    meant = position + 1 if alignment.stretches else self._likely(run, number)
-                    alignment.first_difference = self._explain(run, number, meant)
+                position = self._find(step, expected)
+                if not self._distance(step, position) <= self.tolerance:
+                    meant = expected if alignment.stretches else position
+                    alignment.first_difference = self._explain(step, meant)
                     return alignment
-                alignment.stretches.append(Stretch(expected + 1, expected + 1))
-            position = expected
+                alignment.stretches.append([position + 1, position + 1])
+            expected = alignment.stretches[-1][1]
         return alignment
 
     def _measure_steps(self) -> list[float]:
         """Measure how far each optimizer's step moves its weights: the median of its steps."""
         moved: dict[str, list[float]] = {}
         before: dict[str, npt.NDArray[np.float64]] = {}
-        for optimizer, weights in zip(self._optimizers, self._weights, strict=True):
-            if optimizer in before and before[optimizer].shape == weights.shape:
-                moved.setdefault(optimizer, []).append(float(np.linalg.norm(weights - before[optimizer])))
-            before[optimizer] = weights
+        for step, weights in zip(self._steps, self._weights, strict=True):
+            name = step["optimizer"]
+            if name in before and before[name].shape == weights.shape:
+                moved.setdefault(name, []).append(float(np.linalg.norm(weights - before[name])))
+            before[name] = weights
         smallest = float(np.finfo(np.float64).tiny)
-        sizes = {optimizer: max(float(np.median(lengths)), smallest) for optimizer, lengths in moved.items()}
-        return [sizes.get(optimizer, 1.0) for optimizer in self._optimizers]
+        sizes = {name: max(float(np.median(lengths)), smallest) for name, lengths in moved.items()}
+        return [sizes.get(step["optimizer"], 1.0) for step in self._steps]
 
-    def _distance(self, run: Run, number: int, position: int) -> float:
-        """Return the distance of a run's step from one of the undisturbed run."""
-        if position >= self.length:
+    def _distance(self, step: Record, position: int) -> float:
+        """Return the distance of a step from one of the undisturbed run."""
+        if position >= self.length or step["optimizer"] != self._steps[position]["optimizer"]:
             return float("inf")
-        step = run.steps[number]
         weights = np.array(step["weights"])
-        if step["optimizer"] != self._optimizers[position] or weights.shape != self._weights[position].shape:
+        if weights.shape != self._weights[position].shape:
             return float("inf")
-        distance = float(np.linalg.norm(weights - self._weights[position]))
-        return distance / self._sizes[position]
+        return float(np.linalg.norm(weights - self._weights[position])) / self._sizes[position]
 
-    def _find(self, run: Run, number: int, expected: int) -> int:
+    def _find(self, step: Record, expected: int) -> int:
         """Find the equal step that is nearest to the expected one; the most similar step if none is equal."""
-        distances = [self._distance(run, number, position) for position in range(self.length)]
+        distances = [self._distance(step, position) for position in range(self.length)]
         equal = [position for position, distance in enumerate(distances) if distance <= self.tolerance]
-        if equal:
-            return min(equal, key=lambda position: abs(position - expected))
-        return distances.index(min(distances))
+        nearest = distances.index(min(distances))
+        return min(equal, key=lambda position: abs(position - expected), default=nearest)
 
-    def _likely(self, run: Run, number: int) -> int:
-        """Find the step that a run's first one was to be: the nearest, or one beside it with the same samples."""
-        nearest = self._find(run, number, 0)
-        beside = range(max(0, nearest - _BESIDE), min(self.length, nearest + _BESIDE + 1))
-        seen = run.inputs[number]
-        alike = [position for position in beside if seen is not None and seen == self._inputs[position]]
-        return min(alike, key=lambda position: self._distance(run, number, position), default=nearest)
-
-    def _has_other_inputs(self, run: Run, number: int, position: int) -> bool:
-        seen, expected = run.inputs[number], self._inputs[position]
-        return seen is not None and expected is not None and seen != expected
-
-    def _explain(self, run: Run, number: int, position: int) -> str:
-        """Say what is different in a step."""
+    def _explain(self, step: Record, position: int) -> str:
+        """Say what is different in a step: the learning rate, or something else."""
         if position >= self.length:
             return f"it went on after step {self.length}, the last of the undisturbed run"
-        distance = self._distance(run, number, position)
+        distance = self._distance(step, position)
         text = f"step {position + 1} is {distance:.2g} of a step away from the undisturbed run's"
-        if self._has_other_inputs(run, number, position):
-            doubt = "" if number else " (if no other forward pass was made before it)"
-            return f"{text}: other samples{doubt}"
-        rates, expected = run.steps[number]["rates"], self._undisturbed.steps[position]["rates"]
-        if not _are_alike(rates, expected):
-            return f"{text}: learning rate {rates}, not {expected}"
-        if self._inputs[position] is None:
-            return text
-        return f"{text}, with the same samples and learning rate: weights, optimizer state or random numbers"
+        rates, meant = step["rates"], self._steps[position]["rates"]
+        if not _are_alike(rates, meant):
+            return f"{text}: learning rate {rates}, not {meant}"
+        return f"{text}, with the same learning rate: samples, weights, optimizer state or random numbers"
 
 
 def _are_alike(rates: Sequence[float], others: Sequence[float]) -> bool:
-    if len(rates) != len(others):
-        return False
-    return bool(np.allclose(rates, others, rtol=_ALIKE))
+    return len(rates) == len(others) and bool(np.allclose(rates, others, rtol=_ALIKE))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...collectives.tree import flat_bytes
-from ..script.ranks import Script
+from ..ranks import Script
 from ..terminal import count
 from .rank import Start, plan_trial
 from .runs import Limits, Reference, Run, run_once
@@ -67,14 +67,12 @@ def _compare_tensors(difference: Difference, name: str, first: dict[str, Tensor]
         where = f"{path} in {name}"
         if other is None or other.shape != tensor.shape or other.dtype != tensor.dtype:
             difference.unlike = difference.unlike or where
-            continue
-        if torch.equal(flat_bytes(tensor), flat_bytes(other)):
-            continue
-        difference.bits = False
-        apart = _relative(tensor, other)
-        if apart > difference.greatest:
-            difference.greatest = apart
-            difference.where = where
+        elif not torch.equal(flat_bytes(tensor), flat_bytes(other)):
+            difference.bits = False
+            apart = _relative(tensor, other)
+            if apart > difference.greatest:
+                difference.greatest = apart
+                difference.where = where
 
 
 def _relative(tensor: Tensor, other: Tensor) -> float:
@@ -82,10 +80,9 @@ def _relative(tensor: Tensor, other: Tensor) -> float:
     first, second = tensor.double(), other.double()
     apart = (first - second).abs()
     apart[(first == second) | (first.isnan() & second.isnan())] = 0
-    greatest = float(apart.max())
     scale = float(first.nan_to_num().abs().max())
-    relative = greatest / max(scale, torch.finfo(torch.float64).tiny)
-    return float("inf") if math.isnan(relative) else relative
+    relative = float(apart.max()) / max(scale, torch.finfo(torch.float64).tiny)
+    return math.inf if math.isnan(relative) else relative
 
 
 def _read(file: Path) -> dict[str, Tensor]:
@@ -94,28 +91,29 @@ def _read(file: Path) -> dict[str, Tensor]:
         with file.open("rb") as start:
             if start.read(2) != b"PK":  # the archive that `torch.save` writes
                 return {}
-        content = torch.load(file, map_location="cpu", weights_only=True)
+        return dict(_tensors(torch.load(file, map_location="cpu", weights_only=True), ""))
     except Exception:
         return {}
-    return dict(_tensors(content, ""))
 
 
 def _tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         if value.is_floating_point() and value.layout == torch.strided and not value.is_meta:
             yield path.removeprefix("."), value
-    elif isinstance(value, Mapping):
-        for key, child in value.items():
-            yield from _tensors(child, f"{path}.{key}")
+        return
+    children: Any = ()
+    if isinstance(value, Mapping):
+        children = value.items()
     elif isinstance(value, list | tuple):
-        for position, child in enumerate(value):
-            yield from _tensors(child, f"{path}.{position}")
+        children = enumerate(value)
+    for key, child in children:
+        yield from _tensors(child, f"{path}.{key}")
 
 
 FOLDER = "{folder}"
 _TOLERANCE = 1e-3  # relative difference of tensors in files, where undisturbed runs agree exactly
 _MARGIN = 10  # times the difference between undisturbed runs
-_REPEATED = "repeated"
+_WHOLE = "undisturbed"  # the folder of the first run
 
 
 class UnfitScriptError(Exception):
@@ -181,9 +179,6 @@ class Rehearsal:
     Attributes:
         reference: The steps of the undisturbed run; None if two runs on as many ranks differ: nothing can be compared.
         excluded: Why runs on some numbers of ranks are not compared with others, by that number.
-        difference: The relative difference of tensors in the files of undisturbed runs.
-        is_sharded: Whether the shapes of tensors in files depend on the number of ranks.
-        has_own_names: Whether the names of files differ between undisturbed runs.
         length: The steps of the undisturbed run.
     """
 
@@ -193,11 +188,9 @@ class Rehearsal:
         self._announce = announce
         self.reference: Reference | None = None
         self.excluded: dict[int, str] = {}
-        self.difference = 0.0
-        self.is_sharded = False
-        self.has_own_names = False
         self.length = 0
         self._undisturbed: dict[int, Run] = {}
+        self._differences: list[Difference] = []  # between the files of undisturbed runs
 
     def run_undisturbed(self) -> None:
         """Run the script on each number of ranks, on the first one twice.
@@ -206,43 +199,46 @@ class Rehearsal:
             UnfitScriptError: If it fails, or makes no step.
         """
         first, *others = self._options.ranks
-        run = self._undisturbed[first] = self._run_whole(first, "undisturbed")
+        run = self._undisturbed[first] = self._run_whole(first, _WHOLE)
         self.length = len(run.steps)
         if self.length < 2:
             reason = "the script made less than two steps of a torch optimizer in the processes that were started"
             raise UnfitScriptError(reason, run.output)
         if not all(step["weights"] for step in run.steps):
-            raise UnfitScriptError(
-                "each rank holds a part of all weights, as FSDP's first version does: use fully_shard", []
-            )
+            reason = "each rank holds a part of all weights, as FSDP's first version does: use fully_shard"
+            raise UnfitScriptError(reason, [])
         self.reference = Reference(run)
-        reason = self._compare(self._run_whole(first, _REPEATED), "repeated")
+        reason = self._compare(self.reference, self._run_whole(first, "repeated"), "repeated")
         if reason:
             self.excluded[first] = reason
             self.reference = None
         for ranks in others:
-            reason = self._run_other(ranks, f"undisturbed-{ranks}")
-            if reason:
+            if reason := self._run_other(ranks, f"{_WHOLE}-{ranks}"):
                 self.excluded[ranks] = reason
 
     def run_trial(self, number: int) -> Trial:
         """Run a trial: disturb the script, and start it again until it has ended undisturbed."""
         events = {ranks: run.events for ranks, run in self._undisturbed.items()}
-        starts = plan_trial(self._options.seed, number, self._options.kinds, events)
         name = f"trial-{number}"
         runs: list[Run] = []
-        for start in starts:
+        made = 0
+        for start in plan_trial(self._options.seed, number, self._options.kinds, events):
             self._announce(f"trial {number}, {count(start.ranks, 'rank')}")
-            runs.append(self._run(start, name, is_again=bool(runs)))
-            if self._is_complete(runs[-1]):
-                break
-        self._align(runs)
-        trial = Trial(number, runs, compare_files(self._path("undisturbed"), self._path(name)))
+            run = self._run(start, name, is_again=bool(runs))
+            runs.append(run)
+            if self.reference is None:
+                continue
+            run.alignment = self.reference.follow(run, made)
+            ends = [last for _, last in run.alignment.stretches]
+            made = max([made, *ends])
+            if ends and ends[-1] == self.length and all(rank in _survived(run) for rank in run.failed):
+                break  # it came to the end of the script, also if the others went on after one was killed
+        trial = Trial(number, runs, compare_files(self._folder / _WHOLE, self._folder / name))
         self._check_ends(trial)
         self._check_steps(trial)
         self._check_files(trial)
         if not trial.wrong:
-            shutil.rmtree(self._path(name), ignore_errors=True)
+            shutil.rmtree(self._folder / name, ignore_errors=True)
         return trial
 
     def _run_whole(self, ranks: int, name: str) -> Run:
@@ -263,14 +259,14 @@ class Rehearsal:
             run = self._run_whole(ranks, name)
         except UnfitScriptError as error:
             return str(error)
-        reason = self._compare(run, name) if self.reference else ""
+        reason = self._compare(self.reference, run, name) if self.reference else ""
         if not reason:
             self._undisturbed[ranks] = run
         return reason
 
     def _run(self, start: Start, name: str, is_again: bool) -> Run:
         options = self._options
-        folder = self._path(name)
+        folder = self._folder / name
         folder.mkdir(exist_ok=True)
         arguments = options.script.arguments
         is_inside = not any(FOLDER in argument for argument in [*arguments, *options.again])
@@ -280,47 +276,25 @@ class Rehearsal:
         script = replace(options.script, arguments=named)
         return run_once(script, folder, is_inside, start, options.limits, options.device)
 
-    def _path(self, name: str) -> Path:
-        return self._folder / name
-
-    def _compare(self, run: Run, name: str) -> str:
+    def _compare(self, reference: Reference, run: Run, name: str) -> str:
         """Learn from another undisturbed run; return why it cannot be compared, "" if it can."""
-        assert self.reference is not None
-        reason = self.reference.add(run)
+        reason = reference.add(run)
         if not reason:
-            difference = compare_files(self._path("undisturbed"), self._path(name))
-            self.difference = max(self.difference, difference.greatest)
-            self.is_sharded = self.is_sharded or bool(difference.unlike)
-            self.has_own_names = self.has_own_names or difference.is_missing
+            self._differences.append(compare_files(self._folder / _WHOLE, self._folder / name))
         return reason
-
-    def _is_complete(self, run: Run) -> bool:
-        """Return whether a start came to the end of the script, also if the others went on after one was killed."""
-        if self.reference is None or any(rank not in _survived(run) for rank in run.failed):
-            return False
-        stretches = self.reference.follow(run).stretches
-        return bool(stretches) and stretches[-1].last == self.length
-
-    def _align(self, runs: list[Run]) -> None:
-        """Find the steps of each start among those of the undisturbed run."""
-        made = 0
-        for run in runs if self.reference else []:
-            assert self.reference is not None
-            run.alignment = self.reference.follow(run, made)
-            made = max([made, *(stretch.last for stretch in run.alignment.stretches)])
 
     def _check_ends(self, trial: Trial) -> None:
         """Check how the processes ended."""
         for run in trial.runs:
+            ranks = count(run.start.ranks, "rank")
             if run.hanging:
-                text = f"on {count(run.start.ranks, 'rank')} some did not end within {self._options.limits.grace:g} s"
+                text = f"on {ranks} some did not end within {self._options.limits.grace:g} s"
                 trial.notes += [text, *run.hanging]
-            was_paused = run.is_disturbed and _kind(run) == "pause"
+            was_paused = run.is_disturbed and run.kind == "pause"
             if run.failed and (was_paused or not run.is_disturbed):
                 rank = run.failed[0]
                 what = "after a rank was stopped for a while" if was_paused else "started again"
-                text = f"{what} on {count(run.start.ranks, 'rank')}, it failed"
-                trial.wrong.append(f"{text}: rank {rank} {run.ends[rank]}")
+                trial.wrong.append(f"{what} on {ranks}, it failed: rank {rank} {run.ends[rank]}")
                 trial.notes += run.output
                 break  # later starts fail as well
 
@@ -328,10 +302,10 @@ class Rehearsal:
         """Check whether each step was made, and as in the undisturbed run."""
         made = 0
         for alignment in filter(None, [run.alignment for run in trial.runs]):
-            for stretch in alignment.stretches:
-                if stretch.first > made + 1:
-                    trial.wrong.append(f"steps {made + 1} to {stretch.first - 1} were never made")
-                made = max(made, stretch.last)
+            for first, last in alignment.stretches:
+                if first > made + 1:
+                    trial.wrong.append(f"steps {made + 1} to {first - 1} were never made")
+                made = max(made, last)
             if alignment.first_difference:
                 trial.wrong.append(alignment.first_difference)
                 break  # later starts go on from there
@@ -339,19 +313,19 @@ class Rehearsal:
             trial.wrong.append(f"it ended after step {made} of {self.length}")
 
     def _check_files(self, trial: Trial) -> None:
-        """Check whether the files at the end hold the same."""
-        difference = trial.difference
+        """Check whether the files at the end hold the same, as far as those of undisturbed runs do."""
+        difference, usual = trial.difference, self._differences
         if trial.wrong or self.reference is None:
             return
         if self._options.exact and not difference.compared:
             trial.wrong.append("no file holds tensors that could be compared bit for bit")
-        elif difference.is_missing and not self.has_own_names:
+        elif difference.is_missing and not any(other.is_missing for other in usual):
             trial.wrong.append(f"{difference.newest}, the last file of the undisturbed run, is not there")
-        elif difference.unlike and not self.is_sharded:
+        elif difference.unlike and not any(other.unlike for other in usual):
             trial.wrong.append(f"{difference.unlike} is missing, or of another shape or type")
         elif self._options.exact and not difference.bits:
             trial.wrong.append(f"not equal bit for bit: {difference.where}")
-        elif difference.greatest > max(_TOLERANCE, _MARGIN * self.difference):
+        elif difference.greatest > max(_TOLERANCE, *(_MARGIN * other.greatest for other in usual)):
             trial.wrong.append(f"{difference.where} differs by {difference.greatest:.2g} of its greatest element")
 
 
@@ -362,8 +336,3 @@ def _survived(run: Run) -> list[int]:
         return []
     made = sum(record["what"] == "step" for record in run.events[disturbance.rank])
     return [disturbance.rank] if made < len(run.steps) else []
-
-
-def _kind(run: Run) -> str:
-    """Return the kind of a start's disturbance, "" if none was planned."""
-    return run.start.disturbance.kind if run.start.disturbance else ""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
-from ...script.recorder import Record
-from ..places import Place
+from ...recorder import Record
+from ..source import Place
 
 SEVERITIES = ("wrong", "suspicious")
 SCRIPT_END = "the end of the script"  # where a rank has come that has ended without an error
@@ -68,8 +69,8 @@ class Facts:
     @property
     def deals_micro_batches(self) -> bool:
         """Return whether ranks take different numbers of micro-batches, whose gradients `exact_gradients` adds up."""
-        epochs = [record for records in self.of("epoch").values() for record in records]
-        return any(record["sampler"] == "MicroBatchSampler" for record in epochs)
+        epochs = chain.from_iterable(self.of("epoch").values())
+        return any(record.get("sampler") == "MicroBatchSampler" for record in epochs)
 
     def finding(
         self,
@@ -140,15 +141,10 @@ def places(*stacks: Sequence[Any] | None) -> list[Place]:
 
 def in_function_of(stack: Sequence[Any], other: Sequence[Any]) -> Place | None:
     """Return the line of a stack that is in the function where another begins; else its nearest."""
-    if not stack:
-        return None
-    if other:
-        target = Place(*other[0])
-        for entry in stack:
-            found = Place(*entry)
-            if (found.file, found.function) == (target.file, target.function):
-                return found
-    return Place(*stack[0])
+    target = place(other)
+    lines = places(stack)
+    same = [line for line in lines if target and (line.file, line.function) == (target.file, target.function)]
+    return next(iter([*same, *lines]), None)
 
 
 def all_equal(values: Sequence[Any]) -> bool:
@@ -182,8 +178,7 @@ OF_REPLICAS = frozenset(
 
 def hold_parts(facts: Facts) -> bool:
     """Return whether the network is spread over the ranks in stages: tensors go from rank to rank in training."""
-    steps = [record for records in facts.of("step").values() for record in records]
-    if any(record["causes"] for record in steps):  # a DDP, whose ranks are replicas
+    if any(record["causes"] for record in chain.from_iterable(facts.of("step").values())):  # a DDP, of replicas
         return False
     sending = [records for records in facts.of("point to point").values() if any(r["step"] for r in records)]
     return len(sending) > 1

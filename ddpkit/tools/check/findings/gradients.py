@@ -5,76 +5,99 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import chain
-from typing import Any
+from functools import reduce
+from typing import Any, NamedTuple
 
-from ...script.recorder import Record
-from ..places import rank_condition
+from ...recorder import Record
+from ..source import rank_condition
 from .facts import Facts, Finding, all_equal, in_function_of, place, places, say_ranks
 
 _SOME_STEPS = 3  # after which a parameter without a gradient gets none
 _ROUNDING = 1e-4  # relative difference of gradients that sums in another order may have
 
 
+class _Optimizer(NamedTuple):
+    """What the ranks have told of one optimizer.
+
+    Attributes:
+        parameters: Descriptions by rank 0 of its parameters, by their names.
+        made: Where it was made.
+        positions: Of the parameters that all ranks hold whole, on each rank.
+        steps: A record of each rank, for each step.
+        by_hand: The parameters that a collective was given after they were trained.
+    """
+
+    parameters: dict[str, Record]
+    made: list[Any]
+    positions: dict[str, list[int]]
+    steps: list[list[Record]]
+    by_hand: set[str]
+
+    def values(self, key: str, name: str, records: list[Record]) -> list[Any]:
+        """List the ranks' gradients or parameters of one name at a step."""
+        return [record[key][i] for record, i in zip(records, self.positions[name], strict=True)]
+
+    def different(self, records: list[Record]) -> list[str]:
+        """Name the parameters that differ at a step."""
+        return [name for name in self.positions if not all_equal(self.values("parameters", name, records))]
+
+    def different_gradients(self, records: list[Record]) -> dict[str, float]:
+        """Name the parameters whose gradients differ at a step by more than rounding, and by how much."""
+        found = {name: _difference(self.values("gradients", name, records)) for name in self.positions}
+        return {name: difference for name, difference in found.items() if difference > _ROUNDING}
+
+    def becomes_equal(self, step: int) -> bool:
+        """Return whether the parameters are equal at a later step: then they are averaged themselves."""
+        return any(not self.different(records) for records in self.steps if records[0]["number"] > step)
+
+    def is_averaged(self, step: int) -> bool:
+        """Return whether the ranks make parameters equal again, now and then, after gradients that differ."""
+        if self.becomes_equal(step):
+            return True
+        for records in self.steps:
+            number = records[0]["number"]
+            differed = any(records[0]["rates"]) and bool(self.different_gradients(records))
+            # the first step of Adam is as long for any gradient
+            if 1 < number < step and differed and self.becomes_equal(number):
+                return True
+        return False
+
+
 def find(facts: Facts) -> Iterator[Finding]:
     """Compare what the ranks' optimisers hold at each step."""
     steps = facts.rows("step", "optimizer", "number")
-    unaveraged = list(_find_unaveraged(facts, steps))
+    numbers = dict.fromkeys(optimizer for (optimizer, _), _ in steps)
+    found = [_optimizer(facts, number, [r for (o, _), r in steps if o == number]) for number in numbers]
+    optimizers = [optimizer for optimizer in found if optimizer is not None]
+    unaveraged = list(filter(None, [_find_unaveraged(facts, optimizer) for optimizer in optimizers]))
     yield from unaveraged
-    yield from _find_without(facts, steps)
-    yield from _find_different(facts, steps, bool(unaveraged))
+    yield from filter(None, [_find_without(facts, optimizer) for optimizer in optimizers])
+    rows = [records for _, records in steps]
+    different = _find_different_start(facts, optimizers)
+    if different is None and not unaveraged:
+        different = _find_states(facts, rows) or _find_drift(facts, optimizers)
+    yield from filter(None, [different, _find_buffers(facts, rows)])
 
 
-def _find_unaveraged(facts: Facts, steps: list[Any]) -> Iterator[Finding]:
-    """Find the first step of each optimiser at which gradients differ."""
-    done: set[int] = set()
-    for (optimizer, number), records in steps:
-        if optimizer in done:
-            continue
-        described = _described(facts, optimizer)
-        if described is None:
-            continue
-        by_hand = _reduced(facts, optimizer)
-        differing = {n: d for n, d in _differing_gradients(records, described).items() if n not in by_hand}
-        if not differing or _are_averaged(steps, optimizer, number, described):
-            continue
-        done.add(optimizer)
-        yield _unaveraged(facts, optimizer, number, records[0], described, differing)
-
-
-def _differing_gradients(records: list[Record], described: list[Any]) -> dict[str, float]:
-    """Name the parameters whose gradients differ at a step by more than rounding, and by how much."""
-    found = {}
-    for name, index in _comparable(described).items():
-        gradients = [record["gradients"][i] for record, i in zip(records, index, strict=True)]
-        difference = _difference(gradients)
-        if difference > _ROUNDING:
-            found[name] = difference
-    return found
-
-
-def _described(facts: Facts, optimizer: int) -> list[dict[str, Any]] | None:
-    """Return for each rank how an optimiser and its parameters were described."""
-    found = []
-    for records in facts.of("optimizer").values():
-        own = [record for record in records if record["optimizer"] == optimizer]
-        if not own:
-            return None
-        found.append(own[-1])
-    return found
-
-
-def _comparable(described: list[dict[str, Any]]) -> dict[str, list[int]]:
-    """Give the positions, on each rank, of the parameters that all ranks hold whole."""
-    tables = []
-    for description in described:
-        table = {}
-        for index, parameter in enumerate(description["parameters"]):
-            if parameter["whole"]:
-                table[parameter["name"], tuple(parameter["shape"])] = index
-        tables.append(table)
+def _optimizer(facts: Facts, number: int, steps: list[list[Record]]) -> _Optimizer | None:
+    """Put together what the ranks have told of an optimizer; None if one has not told of it."""
+    told = [[r for r in records if r["optimizer"] == number] for records in facts.of("optimizer").values()]
+    if not all(told):
+        return None
+    tables: list[dict[tuple[Any, ...], int]] = []
+    for records in told:
+        whole = [(i, p) for i, p in enumerate(records[-1]["parameters"]) if p["whole"]]
+        tables.append({(p["name"], tuple(p["shape"])): i for i, p in whole})
     common = [key for key in tables[0] if all(key in table for table in tables)]
-    return {key[0]: [table[key] for table in tables] for key in common}
+    positions = {key[0]: [table[key] for table in tables] for key in common}
+    parameters = {p["name"]: p for p in told[0][-1]["parameters"]}
+    return _Optimizer(parameters, told[0][-1]["made"], positions, steps, _reduced(facts, number))
+
+
+def _reduced(facts: Facts, optimizer: int) -> set[str]:
+    """Name what a collective was given of an optimiser's parameters; -1 is for buffers."""
+    trained = [record.get("trained") for record in facts.of("collective")[facts.ranks[0]]]
+    return {name for number, name in filter(None, trained) if number == optimizer}
 
 
 def _difference(gradients: Sequence[Any]) -> float:
@@ -87,87 +110,47 @@ def _difference(gradients: Sequence[Any]) -> float:
     first = gradients[0][1]
     largest = 0.0
     for _, other in gradients[1:]:
-        norm = max(_norm(first), _norm(other))
-        difference = _norm([a - b for a, b in zip(first, other, strict=True)])
+        norm = max(math.hypot(*first), math.hypot(*other))
+        difference = math.dist(first, other)
         if math.isfinite(difference) and norm:
             largest = max(largest, difference / norm)
     return largest
 
 
-def _norm(values: Sequence[float]) -> float:
-    return math.sqrt(sum(value * value for value in values))
-
-
-def _become_equal(steps: list[Any], optimizer: int, number: int, described: list[Any]) -> bool:
-    """Return whether the parameters are equal at a later step: then they are averaged themselves."""
-    for (other, later), records in steps:
-        if other == optimizer and later > number:
-            hashes = [[record["parameters"][i] for i in index] for record, index in _by_rank(records, described)]
-            if all_equal(hashes):
-                return True
-    return False
-
-
-def _reduced(facts: Facts, optimizer: int) -> set[str]:
-    """Name the parameters of an optimiser that a collective was given after they were trained; -1 is for buffers."""
-    trained = [record.get("trained") for record in facts.of("collective")[facts.ranks[0]]]
-    return {name for number, name in filter(None, trained) if number == optimizer}
-
-
-def _are_averaged(steps: list[Any], optimizer: int, number: int, described: list[Any]) -> bool:
-    """Return whether the ranks make parameters equal again, now and then, after gradients that differ."""
-    if _become_equal(steps, optimizer, number, described):
-        return True
-    for (other, earlier), records in steps:
-        # the first step of Adam is as long for any gradient
-        if other != optimizer or not 1 < earlier < number or not any(records[0]["rates"]):
-            continue
-        if _differing_gradients(records, described) and _become_equal(steps, optimizer, earlier, described):
-            return True
-    return False
-
-
-def _by_rank(records: list[Record], described: list[Any]) -> list[tuple[Record, list[int]]]:
-    table = list(_comparable(described).values())
-    return [(record, [index[rank] for index in table]) for rank, record in enumerate(records)]
-
-
-def _unaveraged(
-    facts: Facts,
-    optimizer: int,
-    number: int,
-    step: Record,
-    described: list[Any],
-    differing: dict[str, float],
-) -> Finding:
-    table = {p["name"]: p for p in described[0]["parameters"]}
-    parameters = [table[name] for name in differing]
-    lines, why, fix = _cause(facts, step, described[0], parameters)
-    largest = max(differing.values())
-    names = _name_some(list(differing))
-    evidence = f"{names}: at optimizer step {number} the gradients of {say_ranks(facts.ranks)} differ by {largest:.0%}"
-    return facts.finding("gradients-not-averaged", evidence, why, fix, *lines)
-
-
-def _name_some(names: list[str]) -> str:
+def _name_some(names: Sequence[str]) -> str:
     if len(names) == 1:
         return f"`{names[0]}`"
     return f"`{names[0]}` and {len(names) - 1} more"
 
 
+def _find_unaveraged(facts: Facts, optimizer: _Optimizer) -> Finding | None:
+    """Find the first step of an optimiser at which gradients differ."""
+    for records in optimizer.steps:
+        number = records[0]["number"]
+        found = optimizer.different_gradients(records)
+        names = [name for name in found if name not in optimizer.by_hand]
+        if not names or optimizer.is_averaged(number):
+            continue
+        lines, why, fix = _cause(facts, records[0], optimizer, names)
+        difference = max(found[name] for name in names)
+        who = say_ranks(facts.ranks)
+        evidence = f"{_name_some(names)}: at optimizer step {number} the gradients of {who} differ by {difference:.0%}"
+        return facts.finding("gradients-not-averaged", evidence, why, fix, *lines)
+    return None
+
+
 def _cause(
-    facts: Facts, step: Record, description: Record, parameters: list[Record]
+    facts: Facts, step: Record, optimizer: _Optimizer, names: list[str]
 ) -> tuple[list[Sequence[Any] | None], str, str]:
     """Find the line and more lines, the reason and the remedy."""
-    share = f"1/{facts.world_size} of the samples"
-    why = f"each rank trains a model of its own; the one that is saved has seen {share}"
+    why = f"each rank trains a model of its own; the one that is saved has seen 1/{facts.world_size} of the samples"
     part = "each rank trains these parameters on its own samples alone, and they drift apart"
-    first = parameters[0]
+    first = optimizer.parameters[names[0]]
     at_step = step["where"]
     wrapped = next((cause for cause in step["causes"] if cause["made"] == first["ddp"]), None)
     if wrapped is None:
-        lines = [at_step, description["made"], first["made"]]
-        if len(parameters) < len(description["parameters"]):
+        lines = [at_step, optimizer.made, first["made"]]
+        if len(names) < len(optimizer.parameters):
             return lines, part, "make them parameters of the module that DDP wraps, and use them in its `forward`"
         if step["causes"]:
             return lines, part, "wrap this network, too: `net = DistributedDataParallel(net)`"
@@ -194,110 +177,66 @@ def _cause(
     return [at_step, made, wrapped["taken_out"]], why, fix
 
 
-def _find_without(facts: Facts, steps: list[Any]) -> Iterator[Finding]:
+def _find_without(facts: Facts, optimizer: _Optimizer) -> Finding | None:
     """Find trainable parameters that never get a gradient."""
-    by_optimizer: dict[int, list[list[Record]]] = {}
-    for (optimizer, _), records in steps:
-        by_optimizer.setdefault(optimizer, []).append(records)
-    for optimizer, rows in by_optimizer.items():
-        described = _described(facts, optimizer)
-        if described is None or len(rows) < _SOME_STEPS:
-            continue
-        last = rows[-1][0]
-        names = list(last["without"])
-        for record in chain.from_iterable(rows):
-            names = [name for name in names if name in record["without"]]
-        lost = [name for name in names if last["without"][name]]
-        unused = [p["name"] for p in described[0]["parameters"] if p["name"] in names and not _may_be_unused(p, last)]
-        if lost:
-            yield _without(facts, rows, described[0], lost, last["without"][lost[0]])
-        elif unused:
-            yield _without(facts, rows, described[0], unused, [])
-
-
-def _may_be_unused(parameter: dict[str, Any], step: Record) -> bool:
-    """Return whether a parameter is in a DDP that was told that steps leave some out."""
-    wrapped = next((cause for cause in step["causes"] if cause["made"] == parameter["ddp"]), None)
-    return wrapped is not None and not wrapped["uses_all"]
-
-
-def _without(
-    facts: Facts,
-    rows: list[list[Record]],
-    description: dict[str, Any],
-    names: list[str],
-    gathered: list[Any],
-) -> Finding:
-    made = next(p["made"] for p in description["parameters"] if p["name"] == names[0])
-    evidence = f"{_name_some(names)}: no gradient at any of {len(rows)} optimizer steps, on {say_ranks(facts.ranks)}"
-    lines = [in_function_of(made, description["made"]), made, description["made"]]
-    if gathered:
+    steps = [record["without"] for records in optimizer.steps for record in records]
+    if len(optimizer.steps) < _SOME_STEPS:
+        return None
+    names = reduce(lambda names, step: [name for name in names if name in step], steps, list(optimizer.parameters))
+    last = optimizer.steps[-1][0]
+    lost = [name for name in names if last["without"][name]]
+    may_be_unused = [cause["made"] for cause in last["causes"] if not cause["uses_all"]]
+    unused = [name for name in names if optimizer.parameters[name]["ddp"] not in may_be_unused]
+    names = lost or unused
+    if not names:
+        return None
+    made = optimizer.parameters[names[0]]["made"]
+    count = len(optimizer.steps)
+    evidence = f"{_name_some(names)}: no gradient at any of {count} optimizer steps, on {say_ranks(facts.ranks)}"
+    lines = [last["without"][names[0]], in_function_of(made, optimizer.made), made, optimizer.made]
+    if lost:
         why = "what they compute goes into a collective, whose results carry no gradient: they never change"
         fix = "gather with gradients: `features = ddpkit.gather_batch(features)`"
-        return facts.finding("no-gradients", evidence, why, fix, gathered, *lines)
+        return facts.finding("no-gradients", evidence, why, fix, *lines)
     why = "the optimizer has them, and no loss depends on them: they never change"
     fix = "use what they compute in the loss; if they are not to be trained, `requires_grad_(False)`"
     return facts.finding("no-gradients", evidence, why, fix, *lines, severity="suspicious")
 
 
-def _find_different(facts: Facts, steps: list[Any], is_explained: bool) -> Iterator[Finding]:
-    """Find replicas that differ at the first step, or later although gradients were equal."""
-    started = _find_different_start(facts, steps)
-    if started is not None:
-        yield started
-    elif not is_explained:
-        drifted = _find_states(facts, steps) or _find_drift(facts, steps)
-        if drifted is not None:
-            yield drifted
-    buffers = _find_buffers(facts, steps)
-    if buffers is not None:
-        yield buffers
+# Find replicas that differ at the first step, or later although gradients were equal.
 
 
-def _find_different_start(facts: Facts, steps: list[Any]) -> Finding | None:
+def _find_different_start(facts: Facts, optimizers: list[_Optimizer]) -> Finding | None:
     """Find parameters that differ before the first step, and fixed networks that differ."""
-    for (optimizer, number), records in steps:
-        described = _described(facts, optimizer)
-        if number > 1 or described is None:
-            continue
-        differing = _different(records, described)
-        if differing and not _become_equal(steps, optimizer, number, described):
-            made = next(p["made"] for p in described[0]["parameters"] if p["name"] == differing[0])
-            return _started_different(facts, differing, made, described[0]["made"])
-        for name, (hashes, made) in records[0]["others"].items():
-            others = [record["others"].get(name, [None])[0] for record in records]
-            if hashes and not all_equal(others) and all(other and len(other) == len(hashes) for other in others):
-                return _started_different(facts, [name], made, described[0]["made"])
+    for optimizer in optimizers:
+        for records in optimizer.steps[:1]:
+            names = optimizer.different(records)
+            if names and not optimizer.becomes_equal(1):
+                return _started_different(facts, names, optimizer.parameters[names[0]]["made"], optimizer.made)
+            for name, (hashes, made) in records[0]["others"].items():
+                others = [record["others"].get(name, [[]])[0] for record in records]
+                if not all_equal(others) and all(len(other) == len(hashes) for other in others):
+                    return _started_different(facts, [name], made, optimizer.made)
     return None
-
-
-def _different(records: list[Record], described: list[Any]) -> list[str]:
-    """Name the parameters that differ at a step."""
-    found = []
-    for name, index in _comparable(described).items():
-        if not all_equal([record["parameters"][i] for record, i in zip(records, index, strict=True)]):
-            found.append(name)
-    return found
 
 
 def _started_different(facts: Facts, names: list[str], made: list[Any], optimizer: list[Any]) -> Finding:
     evidence = f"{_name_some(names)}: at the first optimizer step {say_ranks(facts.ranks)} hold different values"
     why = "equal gradients keep replicas apart that begin apart: there is no one model, and rank 0's is saved"
     fix = "send out rank 0's: `for t in model.state_dict().values(): dist.broadcast(t, src=0)`"
-    return facts.finding(
-        "replicas-differ-at-start", evidence, why, fix, in_function_of(made, optimizer), made, optimizer
-    )
+    lines = [in_function_of(made, optimizer), made, optimizer]
+    return facts.finding("replicas-differ-at-start", evidence, why, fix, *lines)
 
 
-def _find_states(facts: Facts, steps: list[Any]) -> Finding | None:
+def _find_states(facts: Facts, rows: list[list[Record]]) -> Finding | None:
     """Find optimisers whose states differ before a step."""
-    for (_, number), records in steps:
-        states = [record["state"] for record in records]
+    for records in rows:
+        number = records[0]["number"]
         rates = [record["rates"] for record in records]
         if not all_equal(rates):
             found = " and ".join(str(rate[0]) for rate in rates)
             evidence = f"at optimizer step {number} the learning rates of {say_ranks(facts.ranks)} are {found}"
-        elif number == 1 and not all_equal(states):
+        elif number == 1 and not all_equal([record["state"] for record in records]):
             evidence = f"at the first step the optimizer states of {say_ranks(facts.ranks)} differ"
         else:
             continue
@@ -321,52 +260,50 @@ def _rates_set(facts: Facts) -> list[Any]:
     return []
 
 
-def _find_drift(facts: Facts, steps: list[Any]) -> Finding | None:
+def _find_drift(facts: Facts, optimizers: list[_Optimizer]) -> Finding | None:
     """Find parameters that are equal at one step and differ at a later one."""
-    for (optimizer, number), records in steps:
-        described = _described(facts, optimizer)
-        if number == 1 or described is None:
-            continue
-        by_hand = _reduced(facts, optimizer)
-        differing = [name for name in _different(records, described) if name not in by_hand]
-        if not differing or _are_averaged(steps, optimizer, number, described):
-            continue
-        first = next(r for (o, n), r in steps if (o, n) == (optimizer, 1))[0]
-        evidence = (
-            f"{_name_some(differing)}: equal at first, different on {say_ranks(facts.ranks)} before step {number}"
-        )
-        why = "something changes the weights by a number that each rank has for itself; gradients were equal"
-        fix = "reduce that number over ranks first: `dist.all_reduce(x, op=dist.ReduceOp.MAX)`"
-        return facts.finding("replicas-drift", evidence, why, fix, first["where"])
+    for optimizer in optimizers:
+        for records in optimizer.steps[1:]:
+            number = records[0]["number"]
+            names = [name for name in optimizer.different(records) if name not in optimizer.by_hand]
+            if not names or optimizer.is_averaged(number):
+                continue
+            seen = f"equal at first, different on {say_ranks(facts.ranks)} before step {number}"
+            evidence = f"{_name_some(names)}: {seen}"
+            why = "something changes the weights by a number that each rank has for itself; gradients were equal"
+            fix = "reduce that number over ranks first: `dist.all_reduce(x, op=dist.ReduceOp.MAX)`"
+            return facts.finding("replicas-drift", evidence, why, fix, optimizer.steps[0][0]["where"])
     return None
 
 
-def _find_buffers(facts: Facts, steps: list[Any]) -> Finding | None:
+def _find_buffers(facts: Facts, rows: list[list[Record]]) -> Finding | None:
     """Find running statistics that differ and that nobody sends out."""
-    for (_, number), records in steps:
+    by_hand = _reduced(facts, -1)
+    for records in rows:
+        number = records[0]["number"]
         for name, entry in records[0]["buffers"].items():
-            hashes = [record["buffers"].get(name, {}).get("hashes") for record in records]
-            if number == 1 or entry["sent"] or None in hashes or all_equal(hashes):
+            hashes = _buffers(records, name)
+            if number == 1 or entry["sent"] or {} in hashes or all_equal(hashes) or _become_equal(rows, name):
                 continue
-            if _become_equal_buffers(steps, name):
-                continue
-            by_hand = _reduced(facts, -1)
             differing = [n for n in hashes[0] if not all_equal([h.get(n) for h in hashes])]
             differing = [n for n in differing if f"{name}.{n}" not in by_hand]
-            if not differing:
-                continue
-            evidence = f"buffer {_name_some(differing)}: different on {say_ranks(facts.ranks)} at step {number}"
-            why = "the ranks evaluate different networks, and the one that is saved is rank 0's"
-            fix = "leave `broadcast_buffers=True`, use SyncBatchNorm, or call `ddpkit.sync_buffers(model)`"
-            return facts.finding("replicas-drift", evidence, why, fix, entry["ddp"] or records[0]["where"])
+            if differing:
+                evidence = f"buffer {_name_some(differing)}: different on {say_ranks(facts.ranks)} at step {number}"
+                why = "the ranks evaluate different networks, and the one that is saved is rank 0's"
+                fix = "leave `broadcast_buffers=True`, use SyncBatchNorm, or call `ddpkit.sync_buffers(model)`"
+                return facts.finding("replicas-drift", evidence, why, fix, entry["ddp"] or records[0]["where"])
     return None
 
 
-def _become_equal_buffers(steps: list[Any], name: str) -> bool:
+def _buffers(records: list[Record], name: str) -> list[dict[str, int]]:
+    """List the ranks' hashes of a network's running statistics at a step."""
+    return [record["buffers"].get(name, {}).get("hashes", {}) for record in records]
+
+
+def _become_equal(rows: list[list[Record]], name: str) -> bool:
     """Return whether the running statistics of a network differ at a step and are equal at a later one."""
     has_differed = False
-    for _, records in steps:
-        hashes = [record["buffers"].get(name, {}).get("hashes") for record in records]
+    for hashes in (_buffers(records, name) for records in rows):
         if has_differed and hashes[0] and all_equal(hashes):
             return True
         has_differed = has_differed or not all_equal(hashes)

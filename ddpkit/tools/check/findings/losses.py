@@ -1,30 +1,30 @@
-"""Find losses that are divided by the wrong number, and gradients that are clipped before they are averaged."""
+"""Find losses that are divided by the wrong number, and metrics that are means of the ranks' means."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from ...script.recorder import Record
-from .facts import Facts, Finding, all_equal, say_ranks
+from ...recorder import Record
+from .facts import Facts, Finding, all_equal, in_function_of, say_ranks
 
 _EXACT = 1e-3  # relative difference of numbers that are meant to be equal
 _UNEVEN = 1.02  # ratio of counts that are not
 _SCALE_FREE = ("Adam", "Rprop", "Adagrad", "RMSprop", "Lion", "Adadelta")  # a factor of the gradient changes little
+_NEAR = 3  # collectives, within which counts may travel with means
 _Losses = dict[tuple[Any, ...], list[dict[str, Any]]]
 
 
 def find(facts: Facts) -> Iterator[Finding]:
-    """Look at how losses enter the gradients of each step."""
-    if facts.deals_micro_batches:
-        return
-    rows = facts.rows("step", "optimizer", "number")
-    found = _find_uneven(facts, rows) or _find_divided_twice(facts, rows)
-    if found is not None:
-        yield found
-    yield from _find_divided_by_ranks(facts, rows)
-    yield from _find_sums(facts, rows)
-    yield from _find_clipped(facts, rows)
+    """Look at how losses enter the gradients of each step, and at metrics."""
+    if not facts.deals_micro_batches:
+        rows = [records for _, records in facts.rows("step", "optimizer", "number")]
+        found = [_find_uneven(facts, rows) or _find_divided_twice(facts, rows)]
+        yield from filter(None, [*found, _find_divided_by_ranks(facts, rows), _find_sums(facts, rows)])
+    for _, records in facts.rows("collective", "position", "group"):
+        if _is_mean_of_means(facts, records):
+            yield _mean_of_means(facts, records)
+            return
 
 
 def _by_line(losses: list[dict[str, Any]]) -> _Losses:
@@ -34,26 +34,41 @@ def _by_line(losses: list[dict[str, Any]]) -> _Losses:
     return found
 
 
-def _find_uneven(facts: Facts, rows: list[Any]) -> Finding | None:
+def _total(losses: list[dict[str, Any]]) -> float:
+    """Add up the weights with which losses enter the gradients."""
+    return float(sum(loss["total"] for loss in losses))
+
+
+def _near(one: float, other: float) -> bool:
+    return abs(one - other) <= _EXACT * max(abs(one), abs(other))
+
+
+def _find_uneven(facts: Facts, rows: list[list[Record]]) -> Finding | None:
     """Find means over different numbers of samples that count as equals in one step."""
-    for (_, number), records in rows:
+    for records in rows:
         tables = [_by_line(record["losses"]) for record in records]
         for line in tables[0]:
             if not all(line in table for table in tables):
                 continue
             losses = [_by_backward(table[line]) for table in tables]
-            if 1 < len(losses[0]) <= len(records[0]["position"]):  # each from a loader of its own: tasks
+            number = len(losses[0])
+            if 1 < number <= len(records[0]["position"]):  # each from a loader of its own: tasks
                 continue
-            every = [loss for rank in losses for loss in rank]
-            totals = [total for total, _ in every]
-            counts = [count for _, count in every]
+            if number == 1 and not any(loss["masked"] for loss in tables[0][line]):
+                continue  # the last batch of an epoch may be uneven
+            totals, counts = zip(*(loss for rank in losses for loss in rank), strict=True)
             is_uneven = min(counts) > 0 and max(counts) > _UNEVEN * min(counts)
-            is_meant = any(loss["masked"] for loss in tables[0][line]) or len(losses[0]) > 1
-            if not is_meant:  # the last batch of an epoch may be uneven
-                continue
-            if not is_uneven or not _near(min(totals), max(totals)) or max(totals) <= 0:
-                continue
-            return _uneven(facts, records[0], number, line, counts)
+            if is_uneven and _near(min(totals), max(totals)) and max(totals) > 0:
+                step = records[0]
+                many = f"{min(counts)} to {max(counts)}"
+                evidence = f"at optimizer step {step['number']} means over {many} samples or tokens count as equals"
+                why = (
+                    "a sample in a small batch counts more than one in a large; the gradient is not that of their mean"
+                )
+                fix = "divide the sum by the count of all: "
+                fix += "`n = ddpkit.all_reduce(n); (loss_sum * world_size / n).backward()`"
+                lines = [step["divided"], step["backward"], [line] if line else []]
+                return facts.finding("wrong-divisor", evidence, why, fix, *lines)
     return None
 
 
@@ -66,81 +81,63 @@ def _by_backward(losses: list[dict[str, Any]]) -> list[tuple[float, int]]:
     return list(found.values())
 
 
-def _near(one: float, other: float) -> bool:
-    return abs(one - other) <= _EXACT * max(abs(one), abs(other))
-
-
-def _uneven(facts: Facts, step: Record, number: int, line: tuple[Any, ...], counts: list[int]) -> Finding:
-    evidence = f"at optimizer step {number} means over {min(counts)} to {max(counts)} samples or tokens count as equals"
-    why = "a sample in a small batch counts more than one in a large batch; the gradient is not that of their mean"
-    fix = "divide the sum by the count of all: `n = ddpkit.all_reduce(n); (loss_sum * world_size / n).backward()`"
-    return facts.finding("wrong-divisor", evidence, why, fix, *_at_backward(step, line))
-
-
-def _at_backward(step: Record, loss: Sequence[Any] = ()) -> list[Sequence[Any]]:
-    """List the lines that divide, between the loss and backward, and that of the loss."""
-    return [step["divided"], step["backward"], [loss] if loss else []]
-
-
-def _find_divided_twice(facts: Facts, rows: list[Any]) -> Finding | None:
+def _find_divided_twice(facts: Facts, rows: list[list[Record]]) -> Finding | None:
     """Find sums that are divided by the count of all ranks, and then averaged over ranks."""
-    evidence = ""
+    shares = ""
     step: Record = {}
-    for _, records in rows:
-        if not records[0]["losses"] or not records[0]["causes"] or records[0]["summed"]:
+    for records in rows:
+        first = records[0]
+        totals = [_total(record["losses"]) for record in records]
+        if not first["losses"] or not first["causes"] or first["summed"] or not _near(sum(totals), 1.0):
             return None
-        totals = [sum(loss["total"] for loss in record["losses"]) for record in records]
-        if not _near(sum(totals), 1.0):
-            return None
-        if all_equal([round(total, 4) for total in totals]):  # it may be a constant
-            continue
-        shares = " and ".join(f"{total:.3f}" for total in totals)
-        evidence = f"the losses of {say_ranks(facts.ranks)} enter their mean with weights {shares}, which add up to 1"
-        step = records[0]
-    if not evidence or len(rows) < 2:
+        if not all_equal([round(total, 4) for total in totals]):  # else it may be a constant
+            step = first
+            shares = " and ".join(f"{total:.3f}" for total in totals)
+    if not shares or len(rows) < 2:
         return None
+    evidence = f"the losses of {say_ranks(facts.ranks)} enter their mean with weights {shares}, which add up to 1"
     why = f"DDP averages over ranks, so the gradient is 1/{facts.world_size} of that of the mean"
     fix = "multiply by the number of ranks: `loss = loss_sum / total * dist.get_world_size()`"
-    first = step["losses"][0]["where"][:1]
-    return facts.finding("wrong-divisor", evidence, why, fix, *_at_backward(step, *first))
+    lines = [step["divided"], step["backward"], step["losses"][0]["where"][:1]]
+    return facts.finding("wrong-divisor", evidence, why, fix, *lines)
 
 
-def _find_divided_by_ranks(facts: Facts, rows: list[Any]) -> Iterator[Finding]:
+def _find_divided_by_ranks(facts: Facts, rows: list[list[Record]]) -> Finding | None:
     """Find means that are divided by the number of ranks, and then averaged over ranks by DDP."""
-    for _, records in rows:
-        for record in records:
-            is_plain = record["by_ranks"] and record["causes"] and not record["summed"]
-            if not is_plain or any(cause["hooked"] for cause in record["causes"]):
-                return
-            if any(loss["masked"] for loss in record["losses"]):  # it may be a sum, divided by the count of all
-                return
-            if not _near(sum(loss["total"] for loss in record["losses"]), 1 / facts.world_size):
-                return
+    for step in (step for records in rows for step in records):
+        if not step["by_ranks"] or not step["causes"] or step["summed"]:
+            return None
+        if any(cause["hooked"] for cause in step["causes"]):
+            return None
+        if any(loss["masked"] for loss in step["losses"]):  # it may be a sum, divided by the count of all
+            return None
+        if not _near(_total(step["losses"]), 1 / facts.world_size):
+            return None
     if not rows:
-        return
-    step = rows[0][1][0]
+        return None
+    step = rows[0][0]
     evidence = f"{say_ranks(facts.ranks)} divide their mean losses by {facts.world_size}, and DDP averages them again"
     why = f"the gradient is 1/{facts.world_size} of that of the mean, and shrinks with the number of ranks"
     fix = "leave the division out: DDP averages gradients over ranks"
     lines = [step["by_ranks"], step["backward"]]
-    yield facts.finding("wrong-divisor", evidence, why, fix, *lines, severity=_severity(step))
+    return facts.finding("wrong-divisor", evidence, why, fix, *lines, severity=_severity(step))
 
 
-def _find_sums(facts: Facts, rows: list[Any]) -> Iterator[Finding]:
+def _find_sums(facts: Facts, rows: list[list[Record]]) -> Finding | None:
     """Find gradients that are added up over ranks, and never divided."""
-    for (_, number), records in rows:
+    for records in rows:
         summed = records[0]["summed"]
         if not summed or not _near(summed["ratio"], 1.0):
             continue
-        if any(record["divides"] or record["summed"]["divides"] for record in records if record["summed"]):
+        divides = any(record["divides"] for record in records if record["summed"])
+        if divides or _counts_travel(facts) or _are_one_mean([record["losses"] for record in records]):
             continue
-        if _counts_travel(facts) or _are_one_mean([record["losses"] for record in records]):
-            continue
+        number = records[0]["number"]
         evidence = f"at optimizer step {number} the gradients are the sum of those of {say_ranks(facts.ranks)}"
         why = f"a step is {facts.world_size} times as long, and grows with the number of ranks"
         fix = "divide after the sum: `grad /= dist.get_world_size()`"
-        yield facts.finding("wrong-divisor", evidence, why, fix, summed["where"], severity=_severity(records[0]))
-        return
+        return facts.finding("wrong-divisor", evidence, why, fix, summed["where"], severity=_severity(records[0]))
+    return None
 
 
 def _severity(step: Record) -> str:
@@ -152,11 +149,8 @@ def _severity(step: Record) -> str:
 
 def _are_one_mean(by_rank: list[list[dict[str, Any]]]) -> bool:
     """Return whether sums over samples were divided before by the number of samples of all ranks: they weigh 1."""
-    totals: dict[tuple[Any, ...], float] = {}
-    for losses in by_rank:
-        for line, found in _by_line([loss for loss in losses if loss["summed"]]).items():
-            totals[line] = totals.get(line, 0.0) + sum(loss["total"] for loss in found)
-    return any(_near(total, 1.0) for total in totals.values())
+    sums = _by_line([loss for losses in by_rank for loss in losses if loss["summed"]])
+    return any(_near(_total(losses), 1.0) for losses in sums.values())
 
 
 def _counts_travel(facts: Facts) -> bool:
@@ -169,23 +163,40 @@ def _counts_travel(facts: Facts) -> bool:
     return False
 
 
-def _find_clipped(facts: Facts, rows: list[Any]) -> Iterator[Finding]:
-    """Find clipping of gradients that differ between ranks and are equal at the step."""
-    equal = set()
-    for (_, number), records in rows:
-        gradients = [[g and g[0] for g in record["gradients"]] for record in records]
-        if all_equal(gradients) and any(gradients[0]):
-            equal.add(number)
-    clips = list(facts.of("clip").values())
-    for records in zip(*clips, strict=False):
-        first = records[0]
-        if all_equal([record["gradients"] for record in records]) or first["step"] + 1 not in equal:
+# Find metrics that are means of the ranks' means over uneven shares.
+
+
+def _is_mean_of_means(facts: Facts, records: list[Record]) -> bool:
+    first = records[0]
+    if first["op"] not in ("all_reduce", "reduce") or not (first.get("reduction") == "AVG" or first["divides"]):
+        return False
+    columns = [record.get("values") or [] for record in records]
+    if not all(any(not float(value).is_integer() for value in values) for values in columns):  # counts
+        return False
+    shares = [record["samples"] for record in records]
+    return min(shares) > 0 and not all_equal(shares) and not _carries_counts(facts, first, shares)
+
+
+def _carries_counts(facts: Facts, first: Record, shares: list[int]) -> bool:
+    """Return whether the ranks' numbers of samples are reduced as well, about then."""
+    for (position, _), records in facts.rows("collective", "position", "group"):
+        if abs(position - first["position"]) > _NEAR:
             continue
-        norms = " and ".join(f"{record['norm']:.3g}" for record in records)
-        evidence = f"before optimizer step {first['step'] + 1}, {say_ranks(facts.ranks)} clip gradients of norm {norms}"
-        if first["does"] == "unscales":
-            evidence = f"{say_ranks(facts.ranks)} look for infinities in gradients of norm {norms}, not yet averaged"
-        why = "each rank scales its share of the gradient by another factor; their mean is not the clipped gradient"
-        fix = "average first, then clip: move this line behind the all-reduce, or outside of `no_sync()`"
-        yield facts.finding("clipped-before-averaging", evidence, why, fix, first["where"])
-        return
+        for column in zip(*(record.get("values") or [] for record in records), strict=False):
+            are_counts = all(float(value).is_integer() and value > 0 for value in column)
+            if (are_counts and not all_equal(column)) or list(map(float, column)) == list(map(float, shares)):
+                return True
+    return False
+
+
+def _mean_of_means(facts: Facts, records: list[Record]) -> Finding:
+    first = records[0]
+    before = facts.records[facts.ranks[0]]
+    before = before[: before.index(first)]
+    evaluated: list[Any] = next((record["where"] for record in reversed(before) if record["kind"] == "epoch"), [])
+    shares = " and ".join(str(record["samples"]) for record in records)
+    evidence = f"means over {shares} samples, of {say_ranks(facts.ranks)}, are averaged as equals"
+    why = "the result is not the mean over the samples, and changes with the number of ranks"
+    fix = "add up sums and counts, and divide then: `ddpkit.all_reduce_mean(mean, weight=count)`"
+    where = in_function_of(first["where"], evaluated)
+    return facts.finding("mean-of-means", evidence, why, fix, where, first["where"])

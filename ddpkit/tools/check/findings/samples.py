@@ -1,20 +1,20 @@
-"""Find samples that are the same on every rank, missing, repeated, or dealt in orders that do not fit."""
+"""Find samples, or random numbers, that are the same on every rank, and samples that are missing or come again."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-from ...script.recorder import Record
-from .facts import Facts, Finding, all_equal, place, places, say_ranks
+from ...recorder import Record
+from ..source import Place, is_shared_out
+from .facts import Facts, Finding, all_equal, place, say_ranks
 
-_FEW_ROWS = 8  # samples of a stream, too few to be compared
-_DISTINCT = 0.9  # share of a rank's samples that are no copies of each other
-_SHARED = 0.5  # share of a rank's samples that others have, too
 _CLOSE = 0.1  # share of a stream's samples that may be left out, as broken ones, or come again
-_COMPARED = 3  # batches that must be equal on all ranks, if there are as many
+_COMPARED = 3  # batches or steps that must be equal on all ranks, if there are as many
+_FEW = 8  # words: a choice that all ranks are to make alike takes as many
+_ROUNDED = ("DistributedSampler", "SequentialSampler", "RandomSampler")  # torch's, which drop what they say alone
 _SHARE_OUT = "one share for each worker of each rank: `[rank * num_workers + id :: world_size * num_workers]`"
 
 
@@ -24,10 +24,7 @@ def find(facts: Facts) -> Iterator[Finding]:
     done: set[str] = set()
     told: set[tuple[str, object]] = set()
     for (loader, number), records in facts.rows("epoch", "loader", "number"):
-        trains = loader in training
-        found = None
-        if loader not in done:
-            found = _examine(facts, records, number, trains)
+        found = None if loader in done else _examine(facts, records, number, loader in training)
         if found is None:
             continue
         done.add(loader)
@@ -37,7 +34,9 @@ def find(facts: Facts) -> Iterator[Finding]:
         told |= bugs
     if not training:
         yield from _find_equal_inputs(facts)
-    yield from _find_same_orders(facts, training, done)
+    yield from _find_same_orders(facts, training)
+    if drawn := _find_same_draws(facts) or _find_same_noise(facts):
+        yield drawn
 
 
 def _line_of(loader: str) -> str:
@@ -47,111 +46,74 @@ def _line_of(loader: str) -> str:
 
 def _examine(facts: Facts, records: list[Record], number: int, trains: bool) -> Finding | None:
     """Look at one epoch of one loader."""
-    contents = _contents(facts, records[0]["loader"], number)
+    epoch = records[0]
+    contents = []  # what each rank's batches held, as hashes
+    for batches in facts.of("batch").values():
+        contents.append([b["content"] for b in batches if (b["loader"], b["number"]) == (epoch["loader"], number)])
     if trains and (found := _find_same(facts, records, contents)):
         return found
-    if records[0]["iterable"]:
-        found = _find_repeated_batches(facts, records, contents)
-        if trains:
-            found = found or _find_shared(facts, records, number)
-        return found or _compare_with_length(facts, records, number)
+    if epoch["iterable"]:
+        return _find_repeated_batches(facts, epoch, contents[0]) or _compare_with_length(facts, records, number)
     if all(record.get("plan") is not None for record in records):
         return _examine_plans(facts, records, trains)
     return None
 
 
-def _contents(facts: Facts, loader: str, number: int) -> list[list[int]]:
-    """List what each rank's batches of an epoch held, as hashes."""
-    found = []
-    for batches in facts.of("batch").values():
-        found.append([b["content"] for b in batches if (b["loader"], b["number"]) == (loader, number)])
-    return found
-
-
 def _find_same(facts: Facts, records: list[Record], contents: list[list[int]]) -> Finding | None:
     """Find ranks that train on the same samples."""
-    first = records[0]
+    epoch = records[0]
     number = min(map(len, contents))
     equal = 0
     while equal < number and contents[0][equal] and all_equal([batches[equal] for batches in contents]):
         equal += 1
     plans = [record.get("plan") for record in records]
     are_planned = plans[0] is not None and all_equal(plans) and all_equal([record["dataset"] for record in records])
-    draws = _draws(facts, first["loader"])
-    if not (equal and equal >= min(number, _COMPARED)) and not (are_planned and number and draws):
+    fetch, kinds = next((found for found in _equal_fetches(facts) if found[0]["loader"] == epoch["loader"]), ({}, []))
+    if not (equal and equal >= min(number, _COMPARED)) and not (are_planned and number and fetch):
         return None
-    lines, fix = _cause_of_same(facts, first, draws, are_planned)
-    batches = min(equal, number) or number
-    evidence = f"the first {batches} batches are the same on {say_ranks(facts.ranks)}"
+    made = [epoch["sampler_made"], epoch["made"]]
+    if fetch and not are_planned:
+        lines = [_seeded(facts, kinds).get("where"), fetch["lines"], *made]
+        fix = "give each rank a seed of its own: `seed + rank`"
+    elif epoch["lines"]:
+        lines = [epoch["lines"], *made]
+        fix = "let each rank take its share: `[rank::world_size]`"
+    else:
+        lines = [epoch["made"], *made]
+        fix = "`DataLoader(dataset, sampler=DistributedSampler(dataset))`"
+    evidence = f"the first {min(equal, number) or number} batches are the same on {say_ranks(facts.ranks)}"
     why = f"{facts.world_size} ranks do the work of one: the gradient is that of one rank's samples"
     return facts.finding("same-samples", evidence, why, fix, *lines)
 
 
-def _draws(facts: Facts, loader: str) -> dict[str, Any]:
-    """Return a record of a fetch that drew the same numbers on all ranks, {} if there is none."""
-    for (_, _, _), records in facts.rows("fetch", "loader", "worker", "number"):
-        common = set(records[0]["drawn"].items())
-        for record in records:
-            common &= set(record["drawn"].items())
-        if common and records[0]["loader"] == loader:
-            return {"kinds": [kind for kind, _ in common], "lines": records[0]["lines"]}
-    return {}
+def _find_equal_inputs(facts: Facts) -> Iterator[Finding]:
+    """Find ranks that give their networks the same inputs at each step, where no loader is used."""
+    steps = facts.rows("step", "optimizer", "number")
+    rows = [records for _, records in steps if all(record["calls"] for record in records)][:_COMPARED]
+    for records in rows:
+        inputs = [[call["input"] for call in record["calls"] if call["input"]] for record in records]
+        if not inputs[0] or not all_equal(inputs):
+            return
+    if rows:
+        lines = [rows[0][0]["calls"][0]["where"], _seeded(facts, ["torch", "numpy", "random"]).get("where")]
+        evidence = f"at each of {len(rows)} steps the inputs are the same on {say_ranks(facts.ranks)}"
+        why = f"{facts.world_size} ranks do the work of one: the gradient is that of one rank's samples"
+        fix = "draw the samples of each rank with a seed of its own, or let each take its share: `[rank::world_size]`"
+        yield facts.finding("same-samples", evidence, why, fix, *lines)
 
 
-def _cause_of_same(facts: Facts, epoch: Record, draws: Record, are_planned: bool) -> tuple[list[Any], str]:
-    made = [epoch["sampler_made"], epoch["made"]]
-    if draws and not are_planned:
-        return [
-            _seeded(facts, draws["kinds"]),
-            draws["lines"],
-            *made,
-        ], "give each rank a seed of its own: `seed + rank`"
-    if epoch["lines"]:
-        return [epoch["lines"], *made], "let each rank take its share: `[rank::world_size]`"
-    return [epoch["made"], *made], "`DataLoader(dataset, sampler=DistributedSampler(dataset))`"
+# Compare what ranks read of a stream with its length.
 
 
-def _seeded(facts: Facts, kinds: list[str]) -> list[Any]:
-    """Return where the first of some generators was last seeded by the script."""
-    for record in reversed(facts.of("seeded")[facts.ranks[0]]):
-        if record["generator"] in kinds:
-            stack: list[Any] = record["where"]
-            return stack
-    return []
-
-
-def _find_repeated_batches(facts: Facts, records: list[Record], contents: list[list[int]]) -> Finding | None:
+def _find_repeated_batches(facts: Facts, epoch: Record, contents: list[int]) -> Finding | None:
     """Find batches that come several times in an epoch of one rank."""
-    epoch = records[0]
-    counts = Counter(content for content in contents[0] if content)
-    repeated = sum(number - 1 for number in counts.values())
+    repeated = sum(number - 1 for content, number in Counter(contents).items() if content)
     if not repeated or epoch["workers"] < 2:
         return None
-    evidence = f"{repeated} of the first {len(contents[0])} batches of rank 0 came before in the same epoch"
+    evidence = f"{repeated} of the first {len(contents)} batches of rank 0 came before in the same epoch"
     why = f"each of the {epoch['workers']} workers reads all samples of its rank, so an epoch has them several times"
     fix = "share the samples out among workers, too: `get_worker_info().id` and `.num_workers`"
-    return facts.finding("samples-repeated", evidence, why, fix, epoch["lines"], epoch["made"])
-
-
-def _find_shared(facts: Facts, records: list[Record], number: int) -> Finding | None:
-    """Find a stream of which the ranks read many of the same samples, in other batches."""
-    epoch = records[0]
-    shares = []
-    for batches in facts.of("batch").values():
-        own = [b["rows"] for b in batches if (b["loader"], b["number"]) == (epoch["loader"], number)]
-        shares.append([row for batch in own for row in batch])
-    distinct = [set(share) for share in shares]
-    are_many = all(len(rows) >= _FEW_ROWS for rows in distinct)
-    have_repeats = any(len(rows) < _DISTINCT * len(share) for rows, share in zip(distinct, shares, strict=True))
-    if not are_many or have_repeats:  # such data are alike by nature
-        return None
-    common = Counter(row for rows in distinct for row in rows)
-    shared = sum(count > 1 for count in common.values())
-    if shared < _SHARED * min(map(len, distinct)):
-        return None
-    evidence = f"{shared} of the first {len(common)} samples of an epoch come on several of {say_ranks(facts.ranks)}"
-    why = "the ranks' shares overlap: some samples count several times, and others may never come"
-    return facts.finding("samples-repeated", evidence, why, _SHARE_OUT, epoch["lines"], epoch["made"])
+    return _about_sampler("samples-repeated", facts, epoch, evidence, why, fix)
 
 
 def _compare_with_length(facts: Facts, records: list[Record], number: int) -> Finding | None:
@@ -166,28 +128,22 @@ def _compare_with_length(facts: Facts, records: list[Record], number: int) -> Fi
     if not ends or any(end["cut"] for end in ends) or None in lengths:
         return None
     bounds = [_samples_read(record, end["batches"]) for record, end in zip(records, ends, strict=True)]
-    least = sum(bound[0] for bound in bounds)
-    most = sum(bound[1] for bound in bounds)
+    least, most = map(sum, zip(*bounds, strict=True))
     length = max(lengths)
     sharing = [n for n in range(1, facts.world_size) if facts.world_size % n == 0]  # of a model
     for meant in (*(n * length for n in sharing), sum(lengths)):
         if least <= (1 + _CLOSE) * meant and most >= (1 - _CLOSE) * meant:
             return None
-    kind = "samples-repeated"
-    number_read = f"at least {least}"
-    why = "samples come several times in an epoch"
+    kind, read, why = "samples-repeated", f"at least {least}", "samples come several times in an epoch"
     if most < length:
-        kind = "samples-missing"
-        number_read = f"at most {most}"
-        why = "samples come on no rank"
+        kind, read, why = "samples-missing", f"at most {most}", "samples come on no rank"
     why += ", unless the length is wrong; then `len(loader)` is, and schedules that are made by it"
-    evidence = f"{say_ranks(facts.ranks)} read {number_read} samples in an epoch; the stream's length is {length}"
-    where = place(epoch["lines"]) or place(epoch["made"])
+    evidence = f"{say_ranks(facts.ranks)} read {read} samples in an epoch; the stream's length is {length}"
+    where = place(epoch["lines"])
     fix = _SHARE_OUT
     if where is not None and where.function == "shard":
         fix = "parts that together are the whole: `[index::num_shards]`"
-    also = places(epoch["lines"], epoch["made"])
-    return Finding(kind, "suspicious", where, facts.ranks, evidence, why, fix, also)
+    return facts.finding(kind, evidence, why, fix, epoch["lines"], epoch["made"], severity="suspicious")
 
 
 def _samples_read(epoch: Record, batches: int) -> tuple[int, int]:
@@ -202,38 +158,45 @@ def _samples_read(epoch: Record, batches: int) -> tuple[int, int]:
     return batches * size - min(batches, readers) * (size - 1), batches * size
 
 
+# Compare the samples that a sampler deals with those that there are.
+
+
 def _examine_plans(facts: Facts, records: list[Record], trains: bool) -> Finding | None:
-    """Compare the samples that a sampler deals with those that there are."""
     epoch = records[0]
     if any(record["replaces"] for record in records):
         return None
     if not all_equal([record["dataset"] for record in records]):
-        if all_equal([record["contents"] for record in records]) and trains:
-            return _differently_ordered(facts, epoch)
-        return None
+        are_alike = trains and all_equal([record["contents"] for record in records])
+        return _differently_ordered(facts, epoch) if are_alike else None
     plans = [record["plan"] for record in records]
     expected: set[int] = set()
     for record in records:
-        expected |= set(record["expected"] if record["expected"] is not None else range(record["total"]))
-    counts = Counter(index for plan in plans for index in plan)
-    dealt = sum(map(len, plans))
-    missing = len(expected - counts.keys())
-    extra = dealt - len(counts)
+        expected |= set(range(record["total"]) if record["expected"] is None else record["expected"])
+    total = len(expected)
+    dealt = {index for plan in plans for index in plan}
+    missing = len(expected - dealt)
+    extra = sum(map(len, plans)) - len(dealt)
     batch = int(epoch["batch_size"]) * facts.world_size
-    padding = -len(expected) % facts.world_size
-    allowed = max(padding, -len(expected) % batch)
-    if all(len(plan) >= len(expected) for plan in plans):
-        return _all_on_each(facts, epoch, expected) if trains else None
-    if extra > allowed and _come_in_runs(plans):
+    if all(len(plan) >= total for plan in plans):
+        evidence = f"each of {say_ranks(facts.ranks)} goes through all {total} samples in an epoch"
+        why = f"an epoch is {facts.world_size} epochs, of which the ranks know nothing: schedules and logs are wrong"
+        fix = "`DataLoader(dataset, sampler=DistributedSampler(dataset))`"
+        return _about_sampler("samples-repeated", facts, epoch, evidence, why, fix) if trains else None
+    if extra <= max(-total % facts.world_size, -total % batch):  # padding
+        return _missing(facts, records, missing, total, batch, trains)
+    if _come_in_runs(plans):
         return None
-    if extra > allowed and missing:
-        found = _find_other_epochs(facts, records)
-        return found or _shuffled_differently(facts, epoch, missing, extra, len(expected))
-    if extra > allowed:
-        return _repeated(facts, epoch, extra, len(expected))
-    if extra and not trains:
-        return _padded(facts, epoch, extra, len(expected))
-    return _missing(facts, records, missing, len(expected), batch, trains)
+    if not missing:
+        evidence = f"{extra} samples of an epoch come again, of {total} that there are; padding explains fewer"
+        why = "these samples count more than others"
+        fix = "deal each sample once: `DistributedSampler(dataset)`"
+        return _about_sampler("samples-repeated", facts, epoch, evidence, why, fix)
+    if found := _find_other_epochs(facts, records):
+        return found
+    evidence = f"of {total} samples, {missing} come on no rank and {extra} come again, in one epoch"
+    why = "the ranks take their shares of orders that differ, so the shares overlap"
+    fix = "shuffle with one seed on all ranks: `DistributedSampler(dataset, seed=0)`"
+    return _about_sampler("shuffle-differs", facts, epoch, evidence, why, fix)
 
 
 def _come_in_runs(plans: list[list[int]]) -> bool:
@@ -245,16 +208,7 @@ def _come_in_runs(plans: list[list[int]]) -> bool:
     return runs <= len(set(order)) + len(plans)
 
 
-def _all_on_each(facts: Facts, epoch: Record, expected: set[int]) -> Finding:
-    evidence = f"each of {say_ranks(facts.ranks)} goes through all {len(expected)} samples in an epoch"
-    why = f"an epoch is {facts.world_size} epochs, of which the ranks know nothing: schedules and logs are wrong"
-    fix = "`DataLoader(dataset, sampler=DistributedSampler(dataset))`"
-    return _about_sampler("samples-repeated", facts, epoch, evidence, why, fix)
-
-
-def _about_sampler(
-    kind: str, facts: Facts, epoch: Record, evidence: str, why: str, fix: str, *lines: Sequence[Any]
-) -> Finding:
+def _about_sampler(kind: str, facts: Facts, epoch: Record, evidence: str, why: str, fix: str, *lines: Any) -> Finding:
     """Make a finding about a sampler: where it is defined if it is the script's, else where it was made."""
     return facts.finding(kind, evidence, why, fix, *lines, epoch["lines"], epoch["sampler_made"], epoch["made"])
 
@@ -263,7 +217,8 @@ def _differently_ordered(facts: Facts, epoch: Record) -> Finding:
     evidence = f"{say_ranks(facts.ranks)} hold the same samples in different orders, and deal positions in them"
     why = "a position is another sample on each rank: some samples come twice, others never"
     fix = "leave the list in one order, or shuffle it with a seed that all ranks have: `random.Random(0).shuffle(x)`"
-    return _about_sampler("shuffle-differs", facts, epoch, evidence, why, fix, _seeded(facts, ["shuffle"]))
+    shuffled = _seeded(facts, ["shuffle"]).get("where")
+    return _about_sampler("shuffle-differs", facts, epoch, evidence, why, fix, shuffled)
 
 
 def _find_other_epochs(facts: Facts, records: list[Record]) -> Finding | None:
@@ -278,87 +233,10 @@ def _find_other_epochs(facts: Facts, records: list[Record]) -> Finding | None:
     return facts.finding("one-rank-decides", evidence, why, fix, told[0]["where"])
 
 
-def _shuffled_differently(facts: Facts, epoch: Record, missing: int, extra: int, total: int) -> Finding:
-    evidence = f"of {total} samples, {missing} come on no rank and {extra} come again, in one epoch"
-    why = "the ranks take their shares of orders that differ, so the shares overlap"
-    fix = "shuffle with one seed on all ranks: `DistributedSampler(dataset, seed=0)`"
-    return _about_sampler("shuffle-differs", facts, epoch, evidence, why, fix)
-
-
-def _repeated(facts: Facts, epoch: Record, extra: int, total: int) -> Finding:
-    evidence = f"{extra} samples of an epoch come again, of {total} that there are; padding explains fewer"
-    why = "these samples count more than others"
-    fix = "deal each sample once: `DistributedSampler(dataset)`"
-    return _about_sampler("samples-repeated", facts, epoch, evidence, why, fix)
-
-
-def _padded(facts: Facts, epoch: Record, extra: int, total: int) -> Finding | None:
-    """Find an evaluation that counts what a sampler has repeated to give all ranks as many samples."""
-    reduced = _combined(facts, epoch)
-    if reduced is None or _drops_padding(facts, reduced, total):
-        return None
-    evidence = f"the evaluation counts {total + extra} samples of {total}: {extra} come twice"
-    why = "the metric is not that of the data, and changes with the number of ranks"
-    fix = "leave out what was repeated: `ddpkit.DistributedEvalSampler(dataset)`, or `gather_for_metrics`"
-    return facts.finding("padding-counted", evidence, why, fix, epoch["sampler_made"], reduced["where"], epoch["made"])
-
-
-def _combined(facts: Facts, epoch: Record) -> Record | None:
-    """Return the first collective of the script's that follows the beginning of an evaluation."""
-    records = facts.records[facts.ranks[0]]
-    for record in records[records.index(epoch) + 1 :]:
-        if record["kind"] == "step":
-            return None
-        if record["kind"] == "collective" and record["op"] in ("all_reduce", "reduce", "all_gather", *_GATHERS):
-            return record
-    return None
-
-
-_GATHERS = (
-    "gather",
-    "all_gather_into_tensor",
-    "all_gather_single",
-    "all_gather_object",
-    "gather_object",
-)
-
-
-def _drops_padding(facts: Facts, reduced: Record, total: int) -> bool:
-    """Return whether the script leaves out what was repeated: in a library, by a slice, or by its counts."""
-    if "gather_for_metrics" in reduced["library"] or total in reduced["cuts"] or _are_merged(facts, total):
-        return True
-    sums = []
-    for (_, _), records in facts.rows("collective", "position", "group"):
-        if records[0].get("values") and all(len(r.get("values", [])) == len(records[0]["values"]) for r in records):
-            sums += [sum(values) for values in zip(*(r["values"] for r in records), strict=True)]
-    return total in sums
-
-
-def _are_merged(facts: Facts, total: int) -> bool:
-    """Return whether the ranks gather the names of so many samples, and can tell which come twice."""
-    names: dict[tuple[Any, ...], set[int]] = {}
-    for records in facts.of("collective").values():
-        for record in records:
-            if record.get("names") and record["where"]:
-                names.setdefault(tuple(record["where"][0]), set()).update(record["names"])
-    return any(len(found) == total for found in names.values())
-
-
-def _missing(
-    facts: Facts,
-    records: list[Record],
-    missing: int,
-    total: int,
-    batch: int,
-    trains: bool,
-) -> Finding | None:
+def _missing(facts: Facts, records: list[Record], missing: int, total: int, batch: int, trains: bool) -> Finding | None:
     epoch = records[0]
-    allowed = 0
-    if epoch["drop_last"]:
-        allowed = batch - 1
-    elif epoch["sampler"] not in ("DistributedSampler", "SequentialSampler", "RandomSampler"):
-        allowed = batch - 1 if trains else 0
-    if missing <= allowed and not _never_come(facts, records, missing):
+    may_drop = epoch["drop_last"] or (trains and epoch["sampler"] not in _ROUNDED)
+    if missing <= (batch - 1 if may_drop else 0) and not _never_come(facts, epoch["loader"], missing):
         return None
     evidence = f"{missing} of {total} samples come on no rank"
     why = "the model never sees them" if trains else "they are in no metric"
@@ -366,21 +244,16 @@ def _missing(
     return _about_sampler("samples-missing", facts, epoch, evidence, why, fix)
 
 
-def _never_come(facts: Facts, records: list[Record], missing: int) -> bool:
+def _never_come(facts: Facts, loader: str, missing: int) -> bool:
     """Return whether a shuffled order leaves out the same samples in each epoch."""
-    left_out = []
-    orders = []
-    for (loader, _), epochs in facts.rows("epoch", "loader", "number"):
-        if loader == records[0]["loader"]:
-            dealt = {index for epoch in epochs for index in epoch["plan"]}
-            left_out.append(frozenset(range(epochs[0]["total"])) - dealt)
-            orders.append(epochs[0]["plan"])
-    is_shuffled = len(orders) > 1 and orders[0] != orders[1]
-    return bool(missing) and is_shuffled and all_equal(left_out)
+    rows = [epochs for (other, _), epochs in facts.rows("epoch", "loader", "number") if other == loader]
+    dealt = [{index for epoch in epochs for index in epoch["plan"]} for epochs in rows]
+    is_shuffled = len(rows) > 1 and rows[0][0]["plan"] != rows[1][0]["plan"]
+    return bool(missing) and is_shuffled and all_equal(dealt)
 
 
-def _find_same_orders(facts: Facts, training: set[str], done: set[str]) -> Iterator[Finding]:
-    """Find loaders that deal the same order in each epoch, or will, because nobody calls `set_epoch`."""
+def _find_same_orders(facts: Facts, training: set[str]) -> Iterator[Finding]:
+    """Find loaders that deal the same order in each epoch, because nobody calls `set_epoch`."""
     for records in _epochs_of_lines(facts, training):
         first = records[0]
         plan = first.get("plan")
@@ -418,19 +291,66 @@ def _optimizers_after(facts: Facts, epoch: Record) -> int:
     return sum(record["kind"] == "optimizer" for record in later[ends[0] :]) if ends else 0
 
 
-def _find_equal_inputs(facts: Facts) -> Iterator[Finding]:
-    """Find ranks that give their networks the same inputs at each step, where no loader is used."""
-    steps = facts.rows("step", "optimizer", "number")
-    rows = [records for _, records in steps if all(record["calls"] for record in records)]
-    if not rows:
-        return
-    for records in rows[:_COMPARED]:
-        inputs = [[call["input"] for call in record["calls"] if call["input"]] for record in records]
-        if not inputs[0] or not all_equal(inputs):
-            return
-    call = rows[0][0]["calls"][0]
-    seeded = _seeded(facts, ["torch", "numpy", "random"])
-    evidence = f"at each of {min(len(rows), _COMPARED)} steps the inputs are the same on {say_ranks(facts.ranks)}"
-    why = f"{facts.world_size} ranks do the work of one: the gradient is that of one rank's samples"
-    fix = "draw the samples of each rank with a seed of its own, or let each take its share: `[rank::world_size]`"
-    yield facts.finding("same-samples", evidence, why, fix, call["where"], seeded)
+# Find random numbers that are the same on every rank.
+
+
+def _equal_fetches(facts: Facts) -> Iterator[tuple[Record, list[str]]]:
+    """Yield the fetches for which all ranks' datasets draw from equal states, and the generators."""
+    for _, records in facts.rows("fetch", "loader", "worker", "number"):
+        common = set.intersection(*(set(record["drawn"].items()) for record in records))
+        if common:
+            yield records[0], sorted(kind for kind, _ in common)
+
+
+def _seeded(facts: Facts, kinds: list[str]) -> Record:
+    """Return how some generators were last seeded by the script, {} if they were not."""
+    seeds = [record for record in facts.of("seeded")[facts.ranks[0]] if record["generator"] in kinds]
+    return seeds[-1] if seeds else {}
+
+
+def _find_same_draws(facts: Facts) -> Finding | None:
+    """Find datasets that draw the same numbers on all ranks for other samples."""
+    first_batches: dict[str, bool] = {}  # whether they are equal, which is another bug
+    for (loader, _, _), records in facts.rows("batch", "loader", "number", "batch"):
+        first_batches.setdefault(loader, all_equal([record["content"] for record in records]))
+    for fetch, kinds in _equal_fetches(facts):
+        if not first_batches.get(fetch["loader"]):
+            who = "the loaders" if fetch["worker"] is None else f"workers {fetch['worker']}"
+            evidence = f"{who} of {say_ranks(facts.ranks)} draw from equal states of {', '.join(kinds)}"
+            return _same_numbers(facts, evidence, fetch["lines"], kinds)
+    return None
+
+
+def _find_same_noise(facts: Facts) -> Finding | None:
+    """Find noise and dropout that are the same on all ranks at each step."""
+    rows = [records for _, records in facts.rows("step", "optimizer", "number")]
+    rows = [records for records in rows if all(record["random"]["drawn"] for record in records)]
+    kinds = sorted(set.intersection(*map(_equal_states, rows[:_COMPARED]))) if len(rows) > 1 else []
+    if not kinds:
+        return None
+    lines: list[Any] = max((records[0]["random"]["lines"] for records in rows), key=len)
+    own_lines = [line for line in lines if not is_shared_out(Place(*line))]
+    if lines and not own_lines:
+        return None
+    steps = min(_COMPARED, len(rows))
+    evidence = f"at each of {steps} steps {say_ranks(facts.ranks)} draw from equal states of {', '.join(kinds)}"
+    return _same_numbers(facts, evidence, own_lines, kinds)
+
+
+def _equal_states(records: list[Record]) -> set[str]:
+    """Name the generators from whose equal states all ranks draw more than a few numbers."""
+    drawn = []
+    for record in records:
+        entries = [entry for entry in record["random"]["drawn"] if entry["generator"] != "random"]
+        drawn.append({(e["generator"], e["state"]) for e in entries if e["words"] >= _FEW or e["words"] < 0})
+    return {kind for kind, _ in set.intersection(*drawn)}
+
+
+def _same_numbers(facts: Facts, evidence: str, lines: list[Any], kinds: list[str]) -> Finding:
+    why = "noise, dropout masks or augmentations are those of one rank, used several times: less variety"
+    fix = "after the model is made, seed each rank on its own: `torch.manual_seed(seed + rank)`"
+    seed = _seeded(facts, kinds)
+    if seed.get("worker"):
+        lines = []
+        fix = "leave the seeds of workers to torch, or derive them from its own: `torch.initial_seed() % 2**32`"
+    return facts.finding("same-random-numbers", evidence, why, fix, lines, seed.get("where"))

@@ -1,10 +1,11 @@
-"""Observe collectives: each rank tells which one it enters, before it does."""
+"""Observe what leaves a rank: collectives, before it enters them, and files that it opens for writing."""
 
 from __future__ import annotations
 
+import os
 import sys
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,11 +14,10 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.join import Join
 
-from ...script.recorder import Recorder
-from ..places import Stack, stack
-from .expressions import cuts, divides_by_ranks, loop_keys
+from ...recorder import Recorder
+from ..source import Stack, divides_by_ranks, is_own, loop_keys, stack
 from .modules import Modules
-from .patching import Function, before, guarded, replace
+from .process import Function, before, guarded, replace
 
 _WITH_TENSORS = (
     "all_reduce",
@@ -44,50 +44,48 @@ _OTHERS = (
     "new_group",
 )
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
-_INTO_FIRST = ("all_gather_into_tensor", "all_gather_single")  # their first argument is what they fill
 _FIRST_STEPS = 3
 _MANY = 4096  # sums that are kept for a step
-_NAMED = 20_000  # samples whose names are told
 _SMALL = 8  # elements of a tensor that are told
 
 
 class Collectives:
-    """Observes `torch.distributed` from the moment of `install`."""
+    """Observes `torch.distributed` from the moment of `install`.
+
+    Attributes:
+        trained: The optimiser and the name of parameters, by address; -1 for buffers.
+        cut: Where a collective takes what parameters have computed, and not its graph, by their identity.
+    """
 
     def __init__(self, recorder: Recorder, modules: Modules) -> None:
         self._recorder = recorder
         self._modules = modules
         self._depth = 0
         self._sent_at = -1  # step for which that was told last
-        self.sums: list[dict[str, Any]] = []
-        self.trained: dict[int, tuple[int, str]] = {}  # optimiser and name, by address; -1 for buffers
-        self.cut: dict[int, Stack] = {}  # where a collective takes values, and no graph, by identity of parameters
+        self._sums: list[dict[str, Any]] = []
+        self.trained: dict[int, tuple[int, str]] = {}
+        self.cut: dict[int, Stack] = {}
 
     def install(self) -> None:
         """Begin."""
-        before(Join, "__enter__", self._note_join)
+        before(Join, "__enter__", lambda *args: self._recorder.tell("join"))
         for name in _POINT_TO_POINT:
             before(dist, name, self._note_sent)
-            setattr(distributed_c10d, name, getattr(dist, name))  # which P2POp compares
         for name in (*_WITH_TENSORS, *_OTHERS):
-            original = getattr(dist, name, None)
-            if original is None:
-                continue
             replace(dist, name, self._observed)
-            setattr(distributed_c10d, name, getattr(dist, name))
-
-    def _note_join(self, *args: Any) -> None:
-        self._recorder.tell("join", where=stack()[:1])
+        for name in (*_POINT_TO_POINT, *_WITH_TENSORS, *_OTHERS):
+            if hasattr(dist, name):
+                setattr(distributed_c10d, name, getattr(dist, name))  # which P2POp compares
 
     def _note_sent(self, *args: Any, **kwargs: Any) -> None:
         """Tell once a step that a tensor goes from one rank to another."""
         if self._recorder.is_main and self._recorder.step > self._sent_at and not self._depth:
             self._sent_at = self._recorder.step
-            self._recorder.tell("point to point", where=stack()[:1])
+            self._recorder.tell("point to point")
 
     def _observed(self, original: Function) -> Function:
         tell = guarded(self._tell)
-        reduced = guarded(self._note_reduced)
+        keep_sum = guarded(self._keep_sum)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._depth or not self._recorder.is_main:
@@ -97,47 +95,36 @@ class Collectives:
                 tell(original.__name__, args, kwargs)
                 result = original(*args, **kwargs)
                 if original.__name__ == "all_reduce" and result is None:
-                    reduced(args, kwargs)
+                    keep_sum(args, kwargs)
                 return result
             finally:
                 self._depth -= 1
 
         return call
 
-    def _note_reduced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _keep_sum(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the size of a sum; it may be of gradients."""
-        square = _square_of_sum(args, kwargs)
-        if square is not None and len(self.sums) < _MANY:
-            self.sums.append(
-                {
-                    "numel": _tensor_of(args, kwargs).numel(),
-                    "square": square,
-                    "where": stack()[:4],
-                    "divides": divides_by_ranks(4),
-                }
-            )
+        tensor: Tensor = args[0] if args else kwargs["tensor"]
+        if tensor.is_floating_point() and _reduction(args, kwargs) == "SUM" and len(self._sums) < _MANY:
+            norm = float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64))
+            where = {"where": stack()[:4], "divides": divides_by_ranks(4)}
+            self._sums.append({"numel": tensor.numel(), "square": norm**2, **where})
 
     def take_sums(self) -> list[dict[str, Any]]:
         """Return the sums since the last call."""
-        sums, self.sums = self.sums, []
+        sums, self._sums = self._sums, []
         return sums
 
-    def _note_cut(self, given: tuple[Any, ...], where: Stack) -> None:
-        """Note, in the first steps, from which parameters tensors come that a collective gets with their graph."""
-        if self._recorder.step >= _FIRST_STEPS:
-            return
-        for value in given:
-            if isinstance(value, Tensor):
-                for parameter in _parameters_behind(value):
-                    self.cut.setdefault(id(parameter), where)
-
     def _tell(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensor = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+        given = (*args, *kwargs.values())
+        tensors = [value for value in given if isinstance(value, Tensor)]
         group = kwargs.get("group") or next((a for a in args if isinstance(a, dist.ProcessGroup)), None)
         fields: dict[str, Any] = {"op": name, "group": _name_of(group), "where": stack()[:4]}
-        if torch.is_grad_enabled():
-            self._note_cut((*args, *kwargs.values()), fields["where"])
-        if tensor is not None and name in _WITH_TENSORS:
+        if torch.is_grad_enabled() and self._recorder.step < _FIRST_STEPS:
+            for parameter in _parameters_behind(tensors):
+                self.cut.setdefault(id(parameter), fields["where"])
+        if tensors and name in _WITH_TENSORS:
+            tensor = tensors[0]
             fields["dtype"] = str(tensor.dtype).removeprefix("torch.")
             fields["shape"] = list(tensor.shape)
             if tensor.numel() <= _SMALL and not tensor.is_meta:
@@ -146,21 +133,14 @@ class Collectives:
                 fields["trained"] = self.trained.get(tensor.data_ptr())
         if "reduce" in name:
             fields["reduction"] = _reduction(args, kwargs)
-        if "gather" in name:
-            sent = args[1:] if name in _INTO_FIRST else args
-            fields["names"] = _names_in((*sent, *kwargs.values()))
-        fields["samples"] = self._modules.samples
-        fields["library"] = _library()
-        fields["cuts"] = cuts()
-        fields["keys"] = loop_keys()
-        fields["divides"] = divides_by_ranks()
-        self._recorder.tell_collective(fields)
+        more = {"samples": self._modules.samples, "keys": loop_keys(), "divides": divides_by_ranks()}
+        self._recorder.tell_collective(fields | more)
 
 
-def _parameters_behind(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the parameters from which a tensor was computed."""
+def _parameters_behind(tensors: list[Tensor]) -> Iterator[Tensor]:
+    """Yield the parameters from which tensors were computed."""
     seen = set()
-    waiting: list[tuple[Any, int]] = [(tensor.grad_fn, tensor.output_nr)]
+    waiting: list[tuple[Any, int]] = [(tensor.grad_fn, tensor.output_nr) for tensor in tensors]
     while waiting:
         node, output = waiting.pop()
         if node is None or (node, output) in seen:
@@ -174,36 +154,9 @@ def _parameters_behind(tensor: Tensor) -> Iterator[Tensor]:
             yield node.variable
 
 
-def _tensor_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    tensor: Tensor = args[0] if args else kwargs["tensor"]
-    return tensor
-
-
-def _square_of_sum(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
-    """Return the square of a tensor's norm if it is to be added up over ranks, else None."""
-    tensor = _tensor_of(args, kwargs)
-    if not tensor.is_floating_point() or _reduction(args, kwargs) != "SUM":
-        return None
-    return float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)) ** 2
-
-
 def _reduction(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    given = kwargs.get("op") or next((a for a in args if isinstance(a, dist.ReduceOp.RedOpType)), None)
-    if given is None:
-        return "SUM"
+    given = kwargs.get("op") or next((a for a in args if isinstance(a, dist.ReduceOp.RedOpType)), "SUM")
     return str(given).rpartition(".")[2]
-
-
-def _names_in(args: tuple[Any, ...]) -> list[int]:
-    """List hashes of what names the samples in gathered objects: keys, members of sets, indices that come once."""
-    found: set[Any] = set()
-    for value in args:
-        if isinstance(value, Tensor) and value.dtype == torch.int64 and value.ndim == 1:
-            numbers = value.tolist() if len(value) <= _NAMED else []
-            found |= set(numbers) if len(set(numbers)) == len(numbers) else set()
-        elif isinstance(value, Mapping | set | frozenset) and len(value) <= _NAMED:
-            found |= set(value)
-    return sorted(zlib.crc32(repr(name).encode()) for name in found)
 
 
 def _name_of(group: Any) -> str:
@@ -212,13 +165,54 @@ def _name_of(group: Any) -> str:
     return str(getattr(group, "group_name", id(group)))
 
 
-def _library() -> str:
-    """Name the function outside of the script that calls the collective, if the script does not itself."""
-    frame = sys._getframe(3)
-    names: list[str] = []
-    while frame is not None and len(names) < 12:
-        module = frame.f_globals.get("__name__", "")
-        if module.startswith(("accelerate", "lightning", "ddpkit.collectives")):
-            names.append(f"{module}.{frame.f_code.co_name}")
+_WRITES = os.O_WRONLY | os.O_RDWR
+_ELSEWHERE = ("/dev/", "/proc/", "/sys/")
+
+
+class Files:
+    """Observes the opening of files from the moment of `install`."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._busy = False
+
+    def install(self) -> None:
+        """Begin."""
+        sys.addaudithook(self._audit)
+        before(torch, "save", self._save)
+
+    def _audit(self, event: str, args: tuple[Any, ...]) -> None:
+        if self._busy or not self._recorder.is_main:
+            return
+        if event in ("fcntl.flock", "fcntl.lockf"):  # ranks write one after the other, or use it as a lock alone
+            with suppress(OSError):
+                self._recorder.tell("locked", path=os.readlink(f"/proc/self/fd/{args[0]}"))
+        elif event == "open":
+            path, mode, flags = args[0], args[1] or "", args[2] or 0
+            writes = any(letter in mode for letter in "wa+") or bool(flags & _WRITES)
+            if writes and isinstance(path, str | bytes | os.PathLike) and not flags & os.O_EXCL:  # one rank alone can
+                self._tell(os.fsdecode(path), "a" in mode or bool(flags & os.O_APPEND))
+
+    def _tell(self, path: str, appends: bool) -> None:
+        self._busy = True
+        try:
+            full = os.path.realpath(path)
+            places = stack()
+            if places and not full.startswith(_ELSEWHERE) and "__pycache__" not in full and _is_direct():
+                self._recorder.tell("file", path=full, appends=appends, where=places)
+        finally:
+            self._busy = False
+
+    def _save(self, obj: Any, f: Any = None, *args: Any, **kwargs: Any) -> None:
+        if isinstance(f, str | os.PathLike):
+            self._tell(os.fspath(f), False)
+
+
+def _is_direct() -> bool:
+    """Return whether the script asks for the file, not a module that is being imported or compiled."""
+    frame = sys._getframe(2)
+    while frame is not None and not is_own(frame.f_code.co_filename):
+        if "importlib" in frame.f_code.co_filename or "_inductor" in frame.f_code.co_filename:
+            return False
         frame = frame.f_back  # type: ignore[assignment]
-    return names[-1] if names else ""
+    return True

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from ...script.recorder import Recorder, content, size_of
-from ..places import Stack, is_own, own_frames, place_of, stack
-from .patching import Function, after, before, guarded
+from ...recorder import Recorder, content, size_of
+from ..source import Stack, is_own, is_own_object, own_frames, place_of, stack
+from .process import Function, after, before, guarded
 
 _HERE = os.path.dirname(__file__)
 _MANY_CALLS = 16  # calls of networks that are kept for a step
+_DEEPEST = 8  # lines
 
 
 class Wrapped:
@@ -39,12 +40,13 @@ class Wrapped:
     """
 
     def __init__(self, module: DistributedDataParallel) -> None:
-        self.ref = weakref.ref(module)
-        self.kept = module  # gloo's destructor may wait for a thread that waits for the interpreter's lock
+        self.module = module  # kept: gloo's destructor may wait for a thread that needs Python's lock
         self.made = stack()
-        inner = inner_of(module)
-        self.managed = {id(p) for p in inner.parameters() if p.requires_grad}
-        self.inside = {id(m) for m in inner.modules()}
+        inner = module._modules["module"]  # `.module` would be taken for the script's
+        assert inner is not None
+        self.inner = inner
+        self.managed = {id(p) for p in self.inner.parameters() if p.requires_grad}
+        self.inside = {id(m) for m in self.inner.modules()}
         self.taken_out: Stack = []
         self.bypassed: Stack = []
         self.unsynced: Stack = []
@@ -61,20 +63,34 @@ class Wrapped:
             self._will_regroup = False
             self.regroups = True
 
+    def described(self) -> dict[str, Any]:
+        """Describe what could keep this DDP from averaging the gradients of a step."""
+        told = {name: getattr(self, name) for name in ("made", "bypassed", "taken_out", "unsynced", "thawed")}
+        uses_all = not (self.module.find_unused_parameters or self.module.static_graph)
+        hooked = bool(getattr(self.module, "_comm_hooks", ()))
+        return told | {"forwards": self.forwards[-8:], "uses_all": uses_all, "hooked": hooked}
+
 
 class Modules:
-    """Observes modules from the moment of `install`."""
+    """Observes modules from the moment of `install`.
+
+    Attributes:
+        wrapped: The instances of DDP, by their identity.
+        calls: The calls of networks with gradients since the last step.
+        samples: How many networks were given since the last step, without gradients.
+        on_call: Called before a network is called with gradients.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self.wrapped: dict[int, Wrapped] = {}
         self.calls: list[dict[str, Any]] = []
-        self.samples = 0  # that networks were given since the last step, without gradients
+        self.samples = 0
+        self.on_call: Function = lambda: None
         self._parameters: dict[int, tuple[Any, Stack]] = {}
         self._called: set[int] = set()  # identities of networks, not of their parts
         self._depth = 0
         self._in_ddp = 0
-        self.on_call: list[Function] = []  # before a network is called with gradients
 
     def install(self) -> None:
         """Begin."""
@@ -89,7 +105,7 @@ class Modules:
         before(DistributedDataParallel, "__setattr__", self._set)
         before(DistributedDataParallel, "__getattr__", self._read)
         before(nn.Module, "requires_grad_", self._thawed)
-        before(Tensor, "requires_grad_", self._tensor_thawed)
+        before(Tensor, "requires_grad_", self._thawed)
 
     def made(self, parameter: Tensor) -> Stack:
         """Return where a parameter was given to a module, [] if that was not seen."""
@@ -102,8 +118,7 @@ class Modules:
             if id(parameter) in wrapped.managed:
                 return wrapped, True
         for wrapped in self.wrapped.values():
-            module = wrapped.ref()
-            if module and any(parameter is other for other in inner_of(module).parameters()):
+            if any(parameter is other for other in wrapped.inner.parameters()):
                 return wrapped, False
         return None, False
 
@@ -124,99 +139,81 @@ class Modules:
             wrapped.forwards = []
             wrapped.bypassed = []
 
-    def will_synchronise(self) -> bool:
-        """Return whether the backward that begins now averages gradients; count it as begun."""
+    def begin_backward(self) -> None:
+        """Tell of a backward that averages gradients."""
         pending = [wrapped for wrapped in self.wrapped.values() if wrapped.pending]
         for wrapped in pending:
             wrapped.begin_backward()
-        return bool(pending)
+        if pending:
+            self._tell_of_ddp("backward")
 
-    def _registered(self, module: nn.Module, name: str, parameter: Any) -> None:
+    def _tell_of_ddp(self, what: str) -> None:
+        self._recorder.tell_collective({"group": "0", "op": f"{what} of DDP", "where": stack()[:4]})
+
+    def _registered(self, module: Any, name: str, parameter: Any) -> None:
         if isinstance(parameter, Tensor):
             self._parameters[id(parameter)] = (weakref.ref(parameter), _made_at())
 
-    def _copied(self, copied: Tensor, original: Tensor, memo: Any) -> None:
+    def _copied(self, original: Tensor, memo: Any) -> None:
         if id(original) in self._parameters:
-            self._parameters[id(copied)] = (weakref.ref(copied), _made_at())
+            self._registered(None, "", memo.get(id(original)))
 
-    def _made(self, _: None, made: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+    def _made(self, made: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         self.wrapped[id(made)] = Wrapped(made)
 
-    def _of(self, module: object) -> Wrapped | None:
-        return self.wrapped.get(id(module))
-
     def _no_sync(self, module: DistributedDataParallel) -> None:
-        wrapped = self._of(module)
-        if wrapped:
+        if wrapped := self.wrapped.get(id(module)):
             wrapped.unsynced = stack()
 
     def _set(self, module: DistributedDataParallel, name: str, value: Any) -> None:
-        wrapped = self._of(module)
-        if wrapped and name == "require_backward_grad_sync" and (places := self._direct()):
-            wrapped.unsynced = places
+        if name == "require_backward_grad_sync" and (wrapped := self.wrapped.get(id(module))):
+            wrapped.unsynced = _directly() or wrapped.unsynced
 
     def _read(self, module: DistributedDataParallel, name: str) -> None:
-        if name == "module" and not self._in_ddp:
-            wrapped = self._of(module)
-            if wrapped and (places := stack()):
-                wrapped.taken_out = places
+        if name == "module" and not self._in_ddp and (wrapped := self.wrapped.get(id(module))):
+            wrapped.taken_out = stack() or wrapped.taken_out
 
-    @staticmethod
-    def _direct() -> Stack:
-        """Return the script's lines if one of them does this itself, not torch for it."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and os.path.dirname(frame.f_code.co_filename) == _HERE:
-            frame = frame.f_back
-        if frame is None or not is_own(frame.f_code.co_filename):
-            return []
-        return stack()
-
-    def _thawed(self, module: nn.Module, requires_grad: bool = True) -> None:
-        self._note_thawed({id(p) for p in module.parameters()}, requires_grad)
-
-    def _tensor_thawed(self, tensor: Tensor, requires_grad: bool = True) -> None:
-        self._note_thawed({id(tensor)}, requires_grad)
-
-    def _note_thawed(self, parameters: set[int], requires_grad: bool) -> None:
-        for wrapped in self.wrapped.values():
-            module = wrapped.ref()
-            if requires_grad and module and (places := stack()):
-                inner = {id(p) for p in inner_of(module).parameters()} - wrapped.managed
-                if inner & parameters:
-                    wrapped.thawed = places
+    def _thawed(self, thawed: nn.Module | Tensor, requires_grad: bool = True) -> None:
+        tensors = list(thawed.parameters()) if isinstance(thawed, nn.Module) else [thawed]
+        for wrapped in self.wrapped.values() if requires_grad else ():
+            unmanaged = {id(p) for p in wrapped.inner.parameters()} - wrapped.managed
+            if unmanaged & set(map(id, tensors)):
+                wrapped.thawed = stack() or wrapped.thawed
 
     def _entered(self, module: nn.Module, args: Any) -> None:
         self._depth += 1
-        wrapped = self._of(module)
-        if wrapped and isinstance(module, DistributedDataParallel):
+        wrapped = self.wrapped.get(id(module))
+        if wrapped:
             self._in_ddp += 1
-            regroups = wrapped.regroups and torch.is_grad_enabled()
-            if regroups:
-                wrapped.regroups = False
-            if regroups or module.will_sync_module_buffers():  # type: ignore[no-untyped-call]
-                self._recorder.tell_collective({"group": "0", "op": "forward of DDP", "where": stack()[:4]})
-            if torch.is_grad_enabled():
-                synchronises = bool(module.require_backward_grad_sync)
-                wrapped.forwards.append(synchronises)
-                wrapped.pending = wrapped.pending or synchronises
+            self._enter_ddp(wrapped)
         elif not self._in_ddp and torch.is_grad_enabled():
             self._look_for_bypass(module)
         if self._depth == 1:
             self._note_call(module, args)
             if torch.is_grad_enabled():
-                for look in self.on_call:
-                    look()
+                self.on_call()
+
+    def _enter_ddp(self, wrapped: Wrapped) -> None:
+        regroups = wrapped.regroups and torch.is_grad_enabled()
+        if regroups:
+            wrapped.regroups = False
+        if regroups or wrapped.module.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+            self._tell_of_ddp("forward")
+        if torch.is_grad_enabled():
+            synchronises = bool(wrapped.module.require_backward_grad_sync)
+            wrapped.forwards.append(synchronises)
+            wrapped.pending = wrapped.pending or synchronises
 
     def _left(self, module: nn.Module, args: Any, result: Any) -> None:
         self._depth -= 1
-        if isinstance(module, DistributedDataParallel) and self._of(module):
+        if id(module) in self.wrapped:
             self._in_ddp -= 1
 
     def _look_for_bypass(self, module: nn.Module) -> None:
         for wrapped in self.wrapped.values():
             if id(module) in wrapped.inside and not wrapped.bypassed:
-                frames = [f for f in own_frames() if not _is_method_of(f, wrapped.inside)]
-                wrapped.bypassed = [place_of(frame) for frame in frames][:8]
+                frames = [f for f in own_frames() if id(f.f_locals.get("self")) not in wrapped.inside]
+                wrapped.bypassed = [place_of(frame) for frame in frames][:_DEEPEST]
 
     def _note_call(self, module: nn.Module, args: Any) -> None:
         self._called.add(id(module))
@@ -224,33 +221,23 @@ class Modules:
             return
         if not torch.is_grad_enabled():
             self.samples += size_of(args)
-            return
-        if len(self.calls) < _MANY_CALLS:
-            self.calls.append(
-                {
-                    "where": stack()[:3],
-                    "input": content(args),
-                    "samples": size_of(args),
-                }
-            )
+        elif len(self.calls) < _MANY_CALLS:
+            self.calls.append({"where": stack()[:3], "input": content(args)})
 
 
-def inner_of(module: DistributedDataParallel) -> nn.Module:
-    """Return the module in a DDP, without the script's being seen to read it."""
-    inner = module._modules["module"]
-    assert inner is not None
-    return inner
+def _directly() -> Stack:
+    """Return the script's lines if one of them does this itself, not torch for it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and os.path.dirname(frame.f_code.co_filename) == _HERE:
+        frame = frame.f_back
+    return stack() if frame is not None and is_own(frame.f_code.co_filename) else []
 
 
 def _made_at() -> Stack:
     """List the script's lines that make a network, without those of its own constructors if there are others."""
     frames = list(own_frames())
     outside = [frame for frame in frames if not isinstance(frame.f_locals.get("self"), nn.Module)]
-    return [place_of(frame) for frame in outside or frames][:8]
-
-
-def _is_method_of(frame: FrameType, modules: set[int]) -> bool:
-    return id(frame.f_locals.get("self")) in modules
+    return [place_of(frame) for frame in outside or frames][:_DEEPEST]
 
 
 def roots() -> Iterator[tuple[str, nn.Module]]:
@@ -258,7 +245,7 @@ def roots() -> Iterator[tuple[str, nn.Module]]:
     seen: set[int] = set()
     for name, value in variables():
         if isinstance(value, DistributedDataParallel):
-            value = inner_of(value)
+            value = value._modules["module"]
         if isinstance(value, nn.Module) and id(value) not in seen:
             seen.update(id(module) for module in value.modules())
             yield name, value
@@ -283,11 +270,3 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif not isinstance(value, nn.Module | type) and is_own_object(value):
         for field, child in list(vars(value).items()):
             yield f"{name}.{field}", child
-
-
-def is_own_object(value: Any) -> bool:
-    """Return whether a value is an object of a class that the script defines."""
-    if not hasattr(value, "__dict__"):
-        return False
-    module = sys.modules.get(type(value).__module__)
-    return is_own(getattr(module, "__file__", None) or "<unknown>")

@@ -1,4 +1,4 @@
-"""Observe random number generators: which are used in training, and from which state."""
+"""Observe random number generators: which are used in training, from which state, and by which lines."""
 
 from __future__ import annotations
 
@@ -12,64 +12,59 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...script.recorder import Recorder
-from ..places import Place, Stack, is_own, own_frames, place_of, stack
-from .patching import before
+from ...recorder import Recorder
+from ..source import Place, is_own, own_frames, place_of, stack
+from .process import before
 
-_MANY = 8  # windows that are kept for a step
-_LINES = 8  # of drawing that are kept
 GENERATORS = (np.random.RandomState, np.random.Generator, random.Random, torch.Generator)
 State = dict[str, tuple[int, int]]  # hash and position of each generator
+_MANY = 8  # draws that are kept for a step
+_LINES = 8  # of drawing that are kept
+_SEEDING = (
+    (torch, "manual_seed", "torch"),
+    (np.random, "seed", "numpy"),
+    (random, "seed", "random"),
+    (random, "shuffle", "shuffle"),
+    (np.random, "shuffle", "shuffle"),
+    (np.random, "permutation", "shuffle"),
+)
 
 
 def states(others: tuple[Any, ...] = ()) -> State:
     """Hash the states of the global generators, and of others."""
-    python = random.getstate()[1]
-    generator = torch.get_rng_state().numpy()
-    found = {
-        "torch": (zlib.crc32(generator.data), _position_of(generator)),
-        "numpy": _of_numpy(np.random.get_state(legacy=True)),
-        "random": (hash(python), int(python[-1])),
-    }
+    generators = {"torch": torch.default_generator, "numpy": np.random.mtrand._rand, "random": random._inst}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        device = torch.cuda.get_rng_state()
-        found["torch on the GPU"] = (zlib.crc32(device.numpy().data), -1)
-    for number, other in enumerate(others):
-        found[f"{type(other).__name__} {number}"] = (_hash_of(other), -1)
-    return found
+        generators["torch on the GPU"] = torch.cuda.default_generators[torch.cuda.current_device()]
+    generators |= {f"{type(other).__name__} {number}": other for number, other in enumerate(others)}
+    return {name: _state_of(generator) for name, generator in generators.items()}
 
 
-def _of_numpy(state: Any) -> tuple[int, int]:
-    _, keys, position, *_ = state
-    return zlib.crc32(np.asarray(keys).data, int(position)), int(position)
-
-
-def _hash_of(generator: Any) -> int:
+def _state_of(generator: Any) -> tuple[int, int]:
+    """Hash a generator's state, and tell how many words of a block it has used, -1 if that is not known."""
     if isinstance(generator, torch.Generator):
-        return zlib.crc32(generator.get_state().cpu().numpy().data)
-    if isinstance(generator, random.Random):
-        return zlib.crc32(repr(generator.getstate()).encode())
+        state = generator.get_state().numpy()
+        left = int(state[8:12].view(np.int32)[0])
+        return zlib.crc32(state.data), 624 - left if generator.device.type == "cpu" else -1
+    if isinstance(generator, np.random.RandomState):
+        _, keys, position, *_ = generator.get_state(legacy=True)
+        return zlib.crc32(np.asarray(keys).data, int(position)), int(position)
     if isinstance(generator, np.random.Generator):
-        return zlib.crc32(repr(generator.bit_generator.state).encode())
-    return _of_numpy(generator.get_state(legacy=True))[0]
-
-
-def _position_of(state: np.ndarray[Any, Any]) -> int:
-    """Return how many words of a block torch's generator has used."""
-    left = int(state[8:12].view(np.int32)[0])
-    return 624 - left
+        return zlib.crc32(repr(generator.bit_generator.state).encode()), -1
+    words = generator.getstate()[1]
+    return hash(words), int(words[-1])
 
 
 def generators_in(value: Any, depth: int = 4) -> Iterator[Any]:
     """Yield the generators in the fields of an object."""
+    children: list[Any] = []
     if isinstance(value, GENERATORS):
         yield value
-    elif depth and isinstance(value, list | tuple) and len(value) <= 32:
-        for child in value:
-            yield from generators_in(child, depth - 1)
-    elif depth and hasattr(value, "__dict__") and not isinstance(value, type):
-        for child in list(vars(value).values()):
-            yield from generators_in(child, depth - 1)
+    elif isinstance(value, list | tuple) and len(value) <= 32:
+        children = list(value)
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        children = list(vars(value).values())
+    for child in children if depth else []:
+        yield from generators_in(child, depth - 1)
 
 
 class Draws:
@@ -99,13 +94,12 @@ class Draws:
 
     def end(self) -> None:
         """Look no more."""
-        if not self._is_tracing:
-            return
-        sys.settrace(None)
-        self._is_tracing = False
-        self._compare()
-        for frame in own_frames(sys._getframe(1)):
-            frame.f_trace = None
+        if self._is_tracing:
+            sys.settrace(None)
+            self._is_tracing = False
+            self._compare()
+            for frame in own_frames(sys._getframe(1)):
+                frame.f_trace = None
 
     def _look(self, frame: FrameType, event: str, argument: Any) -> Any:
         if not is_own(frame.f_code.co_filename):
@@ -130,41 +124,31 @@ class Windows:
         self._recorder = recorder
         self._opened: State = {}
         self._drawn: list[dict[str, Any]] = []
-        self._draws: Draws | None = None
+        self._draws = Draws()
 
     def install(self) -> None:
         """Note where generators are seeded, and where lists are shuffled."""
-        before(torch, "manual_seed", self._note("torch"))
-        before(np.random, "seed", self._note("numpy"))
-        before(random, "seed", self._note("random"))
-        before(random, "shuffle", self._note("shuffle"))
-        before(np.random, "shuffle", self._note("shuffle"))
-        before(np.random, "permutation", self._note("shuffle"))
+        for module, name, kind in _SEEDING:
+            before(module, name, self._note(kind))
 
     def _note(self, kind: str) -> Any:
         def look(*args: Any, **kwargs: Any) -> None:
-            places: Stack = stack()
-            if places:
+            if places := stack():
                 self._recorder.tell("seeded", generator=kind, where=places, worker=not self._recorder.is_main)
 
         return look
 
     def open(self) -> None:
         """Begin to watch, after a batch was fetched or a step has ended."""
-        if self._draws:
-            self._draws.end()
+        self._draws.end()
         self._opened = states()
         if self._recorder.step == 1:  # the lines are the same ones in other steps
-            self._draws = self._draws or Draws()
             self._draws.begin()
 
     def pause(self) -> None:
         """Note what was drawn since `open`, before a loader draws for itself."""
-        if not self._opened:
-            return
-        if self._draws:
-            self._draws.end()
-        now = states()
+        self._draws.end()
+        now = states() if self._opened else {}
         for kind, (hashed, position) in self._opened.items():
             if now[kind][0] != hashed and len(self._drawn) < _MANY:
                 words = (now[kind][1] - position) % 624
@@ -174,7 +158,7 @@ class Windows:
     def close(self) -> dict[str, Any]:
         """Return what this step has drawn, and where."""
         self.pause()
-        return {"drawn": self._drawn, "lines": self._draws.lines if self._draws else []}
+        return {"drawn": self._drawn, "lines": self._draws.lines}
 
     def begin_step(self) -> None:
         """Forget what belongs to the step that has ended."""

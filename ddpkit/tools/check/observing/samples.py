@@ -9,18 +9,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, get_worker_info
 from torch.utils.data import dataloader as loading
 from torch.utils.data._utils import fetch
 
 from ....collectives.digest import digest
 from ....data.streams import Stream
-from ...script.recorder import Recorder, content, rows, size_of
-from ..places import Place, Stack, definition, stack
-from .decisions import Ending, untraced
-from .expressions import bound_of_loop
-from .modules import Modules, is_own_object
-from .patching import Function, after, before, guarded, replace
+from ...recorder import Recorder, content
+from ..source import Place, Stack, bound_of_loop, definition, is_own_object, stack
+from .modules import Modules
+from .process import Ending, Function, after, before, guarded, replace
 from .random_numbers import GENERATORS, Draws, State, Windows, generators_in, states
 
 _MANY = 2_000_000  # samples of an epoch that are listed
@@ -30,19 +28,17 @@ _FETCHES = 3  # of each process whose random numbers are looked at
 
 
 class _Loader:
-    """What is known of one loader."""
+    """What is known of one loader: its key, which names the line that made it, and its present epoch."""
 
-    def __init__(self, key: str, made: Stack) -> None:
+    def __init__(self, key: str, made: Stack, dataset: int) -> None:
         self.key = key
         self.made = made
+        self.dataset = dataset  # its identity
         self.epoch = -1
+        self.batches = 0
         self.trains = False
         self.fetched = False  # a batch since the last step
         self.calls_before = (0, 0)  # of networks, with and without gradients, when it was
-        self.batches = 0
-        self.last: Any = None
-        self.dataset = 0  # its identity
-        self.is_stream = False
 
     @property
     def line(self) -> str:
@@ -62,7 +58,6 @@ class Samples:
         self._loaders: weakref.WeakKeyDictionary[Any, _Loader] = weakref.WeakKeyDictionary()
         self._all: list[_Loader] = []  # nobody keeps a loader that is made in the head of a loop
         self._iterators: weakref.WeakKeyDictionary[Any, _Loader] = weakref.WeakKeyDictionary()
-        self._lines: dict[str, int] = {}
         self._last_set: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
         self._fetches = 0
 
@@ -71,8 +66,8 @@ class Samples:
         for owner in (DataLoader, DistributedSampler, Subset):
             after(owner, "__init__", self._note_made)
         before(DistributedSampler, "set_epoch", self._note_epoch)
-        replace(loading._BaseDataLoaderIter, "__init__", self._begin)
-        replace(loading._BaseDataLoaderIter, "_reset", self._reset)
+        after(loading._BaseDataLoaderIter, "__init__", self._start_epoch)
+        after(loading._BaseDataLoaderIter, "_reset", self._start_epoch)
         replace(loading._BaseDataLoaderIter, "__next__", self._next)
         for fetcher in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
             replace(fetcher, "fetch", self._fetch)
@@ -84,7 +79,7 @@ class Samples:
                 if any(other.trains and other.line == loader.line for other in self._all):
                     self._ending.begin_epoch()  # of a loader that is made anew for each
                 loader.trains = True
-                self._ending.note_loader()
+                self._ending.has_loader = True
                 self._recorder.tell("trains", loader=loader.key)
 
     def position(self) -> list[list[Any]]:
@@ -96,7 +91,7 @@ class Samples:
         for loader in self._all:
             loader.fetched = False
 
-    def _note_made(self, _: None, made: Any, *args: Any, **kwargs: Any) -> None:
+    def _note_made(self, made: Any, *args: Any, **kwargs: Any) -> None:
         self._made[made] = stack()
 
     def _note_epoch(self, sampler: Any, epoch: int) -> None:
@@ -106,41 +101,20 @@ class Samples:
         known = self._loaders.get(loader)
         if known is None:
             made = self._made.get(loader) or stack()
-            place = f"{made[0].file}:{made[0].line}" if made else type(loader).__name__
-            self._lines[place] = self._lines.get(place, 0) + 1
-            known = _Loader(f"{place}#{self._lines[place]}", made)
-            known.dataset = id(loader.dataset)
-            known.is_stream = isinstance(loader.dataset, IterableDataset)
-            self._loaders[loader] = known
+            line = f"{made[0].file}:{made[0].line}" if made else type(loader).__name__
+            number = 1 + sum(other.line == line for other in self._all)
+            known = self._loaders[loader] = _Loader(f"{line}#{number}", made, id(loader.dataset))
             self._all.append(known)
         return known
 
-    def _begin(self, original: Function) -> Function:
-        start = guarded(self._start_epoch)
-
-        def call(iterator: Any, loader: Any) -> None:
-            original(iterator, loader)
-            start(iterator, loader)
-
-        return call
-
-    def _reset(self, original: Function) -> Function:
-        start = guarded(self._start_epoch)
-
-        def call(iterator: Any, loader: Any, first_iter: bool = False) -> None:
-            original(iterator, loader, first_iter)
-            if not first_iter:
-                start(iterator, loader)
-
-        return call
-
-    def _start_epoch(self, iterator: Any, loader: Any) -> None:
+    def _start_epoch(self, iterator: Any, loader: Any, first_iter: bool = False) -> None:
         """Note that a loader begins anew, and let it tell which samples it will yield."""
+        if first_iter:  # `__init__` resets the iterator, too
+            return
         self._windows.pause()
         known = self._known(loader)
         known.epoch += 1
         known.batches = 0
-        known.last = None
         self._iterators[iterator] = known
         weakref.finalize(iterator, self._leave, known)
         if known.trains:
@@ -166,6 +140,7 @@ class Samples:
 
     def _describe(self, loader: Any, known: _Loader, iterator: Any) -> dict[str, Any]:
         sampler = _sampler_of(loader)
+        is_known = type(sampler).__hash__ is not None and hasattr(sampler, "__weakref__")
         return {
             "loader": known.key,
             "number": known.epoch,
@@ -174,16 +149,15 @@ class Samples:
             "sampler": type(sampler).__name__,
             "lines": _own_lines(loader, sampler),
             "iterable": isinstance(loader.dataset, IterableDataset),
-            "sampler_made": self._made.get(sampler, []) if _is_weakly_known(sampler) else [],
+            "sampler_made": self._made.get(sampler, []) if is_known else [],
             "has_epoch": hasattr(sampler, "set_epoch"),
-            "last_set": self._last_set.get(sampler) if _is_weakly_known(sampler) else None,
+            "last_set": self._last_set.get(sampler) if is_known else None,
             "bound": bound_of_loop(),
             "replaces": bool(getattr(sampler, "replacement", False)) or "Weighted" in type(sampler).__name__,
             "batch_size": getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size or 1,
             "drop_last": bool(loader.drop_last) or bool(getattr(sampler, "drop_last", False)),
             "workers": loader.num_workers,
             "length": _length_of_stream(loader),
-            "base_seed": int(iterator._base_seed) if loader.num_workers else None,
         }
 
     def _next(self, original: Function) -> Function:
@@ -195,14 +169,15 @@ class Samples:
             if known is None:
                 return original(iterator)
             pause()
-            if known.trains and self._ending.cut_epoch():
-                self._end_epoch(known, was_cut=True)
-                raise StopIteration
+            was_cut = known.trains and self._ending.cut_epoch()
             try:
-                with untraced():
-                    batch = original(iterator)
+                if was_cut:
+                    raise StopIteration
+                batch = original(iterator)
             except StopIteration:
-                self._end_epoch(known, was_cut=False)
+                known.fetched = False
+                told = {"loader": known.key, "number": known.epoch, "batches": known.batches}
+                self._recorder.tell("epoch end", cut=was_cut, **told)
                 raise
             note(known, batch)
             open_window()
@@ -210,38 +185,20 @@ class Samples:
 
         return call
 
-    def _end_epoch(self, known: _Loader, was_cut: bool) -> None:
-        known.fetched = False
-        self._recorder.tell(
-            "epoch end",
-            loader=known.key,
-            number=known.epoch,
-            batches=known.batches,
-            cut=was_cut,
-            where=stack()[:3],
-        )
-
     def _note_batch(self, known: _Loader, batch: Any) -> None:
         if not known.fetched:
             known.fetched = True
             known.calls_before = self._calls()
         known.batches += 1
         if known.batches <= _BATCHES:
-            self._recorder.tell(
-                "batch",
-                loader=known.key,
-                number=known.epoch,
-                batch=known.batches,
-                content=content(batch),
-                samples=size_of(batch),
-                rows=rows(batch) if known.is_stream else [],
-            )
+            told = {"loader": known.key, "number": known.epoch, "batch": known.batches}
+            self._recorder.tell("batch", content=content(batch), **told)
 
     def _fetch(self, original: Function) -> Function:
         look = guarded(self._tell_fetch)
 
         def call(fetcher: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._fetches >= _FETCHES or (not torch.utils.data.get_worker_info() and not self._recorder.is_main):
+            if self._fetches >= _FETCHES or (not get_worker_info() and not self._recorder.is_main):
                 return original(fetcher, *args, **kwargs)
             self._fetches += 1
             others = tuple(generators_in(fetcher.dataset))
@@ -258,18 +215,12 @@ class Samples:
         return call
 
     def _tell_fetch(self, fetcher: Any, old: State, new: State, draws: Draws) -> None:
-        drawn = {kind: old[kind][0] for kind in old if new.get(kind, old[kind])[0] != old[kind][0]}
-        info = torch.utils.data.get_worker_info()
+        drawn = {kind: state[0] for kind, state in old.items() if new.get(kind, state)[0] != state[0]}
+        info = get_worker_info()
         key = next((known.key for known in self._all if known.dataset == id(fetcher.dataset)), "")
         if drawn:
-            self._recorder.tell(
-                "fetch",
-                loader=key,
-                worker=info.id if info else None,
-                number=self._fetches,
-                drawn=drawn,
-                lines=draws.lines,
-            )
+            who = {"loader": key, "worker": info.id if info else None, "number": self._fetches}
+            self._recorder.tell("fetch", drawn=drawn, lines=draws.lines, **who)
 
 
 def _own_lines(loader: Any, sampler: Any) -> list[Place]:
@@ -280,19 +231,13 @@ def _own_lines(loader: Any, sampler: Any) -> list[Place]:
     return definition(getattr(type(deciding), "__iter__", None))
 
 
-def _is_weakly_known(value: Any) -> bool:
-    return hasattr(value, "__weakref__") and hasattr(value, "__hash__") and value.__hash__ is not None
-
-
 def _length_of_stream(loader: Any) -> int | None:
     """Return how many samples a stream says it has; None if it does not, or yields batches."""
     stream = loader.dataset
     if not isinstance(stream, IterableDataset) or loader.batch_size is None:
         return None
-    if isinstance(stream, Stream):
-        stream = stream.dataset
     try:
-        return len(stream)
+        return len(stream.dataset if isinstance(stream, Stream) else stream)  # type: ignore[arg-type]
     except Exception:  # of the script's own code
         return None
 
@@ -327,20 +272,16 @@ class _Planned:
         samples = 0
         for batch in batches:
             ahead.append(batch)
-            samples += _length(batch)
-            if samples >= _MANY or self._is_endless(samples):
+            samples += len(_as_list(batch))
+            if samples >= min(_MANY, 8 * len(self._dataset) + 1024):  # it may never end
                 break
         else:
             guarded(self._tell)(ahead)
         yield from ahead
         yield from batches
 
-    def _is_endless(self, samples: int) -> bool:
-        """Return whether a sampler has yielded so much more than the dataset has that it may never end."""
-        return samples > 8 * len(self._dataset) + 1024
-
     def _tell(self, ahead: list[Any]) -> None:
-        flat = [index for batch in ahead for index in (batch if isinstance(batch, list | tuple) else [batch])]
+        flat = [index for batch in ahead for index in _as_list(batch)]
         base, mapping = _base_of(self._dataset)
         plan: list[int] | None = None
         if all(isinstance(i, int | np.integer) for i in flat):
@@ -358,8 +299,8 @@ class _Planned:
         )
 
 
-def _length(batch: Any) -> int:
-    return len(batch) if isinstance(batch, list | tuple) else 1
+def _as_list(batch: Any) -> list[Any] | tuple[Any, ...]:
+    return batch if isinstance(batch, list | tuple) else [batch]
 
 
 def _base_of(dataset: Any) -> tuple[Any, list[int] | None]:
@@ -393,10 +334,7 @@ def _digest_of(dataset: Any, depth: int = 3) -> tuple[str, str]:
 
 
 def _unordered(value: Any) -> str:
-    if not isinstance(value, list | tuple | np.ndarray | torch.Tensor) or not _is_long(value):
+    is_list = isinstance(value, list | tuple | np.ndarray | torch.Tensor)
+    if not is_list or getattr(value, "ndim", 1) == 0 or not 2 <= len(value) <= _UNORDERED:
         return digest(value)
     return f"{len(value)} {sum(zlib.crc32(digest(child).encode()) for child in value)}"
-
-
-def _is_long(value: Any) -> bool:
-    return getattr(value, "ndim", 1) > 0 and 2 <= len(value) <= _UNORDERED

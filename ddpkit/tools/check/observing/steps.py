@@ -1,29 +1,148 @@
-"""Observe optimiser steps: gradients, parameters, buffers, states and learning rates of each rank."""
+"""Observe training steps: losses, schedules, and what each optimizer holds on each rank."""
 
 from __future__ import annotations
 
-import weakref
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
+from torch.nn import functional
+from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ...script.recorder import Recorder, hash_of, parameters_of, sample, whole
-from ..places import (
-    Stack,
-    stack,
-)
+from ...recorder import Recorder, hash_of, parameters_of, sample, whole
+from ..source import Place, Stack, divides_by_ranks, divisions_of_loss, stack
 from .collectives import Collectives
-from .decisions import Decisions, Ending
-from .expressions import divides_by_ranks, skips
-from .losses import Losses
-from .modules import Modules, Wrapped, inner_of, roots, variables
-from .patching import Function, after, before, guarded
+from .modules import Modules, roots, variables
+from .process import Ending, Function, after, before, guarded, replace
 from .random_numbers import Windows
+from .samples import Samples
 
+_LOSSES = (
+    "cross_entropy",
+    "nll_loss",
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+)
+_MANY_LOSSES = 64  # losses that are kept for a step
+_IMAGES = 4  # dimensions of classes by pixel, of which each rank ignores a few: their means count as equals everywhere
+_MANY_SCHEDULES = 256  # steps of schedules that are told
 _LOOKED_AT = 6  # steps of an optimiser at which running statistics are compared
+_FIRST_STEPS = 3  # at which states are compared: what differs differs by then
+
+
+class Losses:
+    """Observes loss functions and `backward` from the moment of `install`.
+
+    Attributes:
+        places: Where `backward` was called last.
+        divides: Whether the script divides by the number of ranks there.
+        divided: The lines there that divide a loss.
+        by_ranks: Those that divide it by the number of ranks.
+    """
+
+    def __init__(self, modules: Modules, samples: Samples, ending: Ending) -> None:
+        self._modules = modules
+        self._samples = samples
+        self._ending = ending
+        self._found: list[dict[str, Any]] = []
+        self._backwards = 0
+        self._depth = 0
+        self.places: Stack = []
+        self.divides = False
+        self.divided: list[Place] = []
+        self.by_ranks: list[Place] = []
+
+    def install(self) -> None:
+        """Begin."""
+        for name in _LOSSES:
+            replace(functional, name, self._observed)
+        before(Tensor, "backward", self._begin_backward)
+        before(torch.autograd, "backward", self._begin_backward)
+
+    def begin_step(self) -> None:
+        """Forget what belongs to the step that has ended."""
+        self._found = []
+        self._backwards = 0
+
+    def of_this_step(self) -> list[dict[str, Any]]:
+        """List the losses that were differentiated in this step."""
+        return [loss for loss in self._found if "backward" in loss]
+
+    def _begin_backward(self, *args: Any, **kwargs: Any) -> None:
+        self._backwards += 1
+        self._samples.begin_backward()
+        self._ending.accumulates = True
+        self._modules.begin_backward()
+        self.places = stack()[:4]
+        self.divides = divides_by_ranks(4)
+        self.divided, self.by_ranks = divisions_of_loss()
+
+    def _observed(self, original: Function) -> Function:
+        watch = guarded(self._watch)
+
+        def call(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self._depth += 1
+            try:
+                result = original(input, target, *args, **kwargs)
+            finally:
+                self._depth -= 1
+            is_whole = self._depth == 0 and isinstance(result, Tensor)
+            if is_whole and result.requires_grad and len(self._found) < _MANY_LOSSES:
+                watch(result, original.__name__, input, target, kwargs)
+            return result
+
+        return call
+
+    def _watch(self, result: Tensor, name: str, input: Tensor, target: Tensor, kwargs: dict[str, Any]) -> None:
+        reduction = kwargs.get("reduction", "mean")
+        count = len(input) if input.ndim else 1
+        if name in ("cross_entropy", "nll_loss") and not target.is_floating_point():
+            count = int((target != kwargs.get("ignore_index", -100)).sum())
+        ignores = not target.is_floating_point() and count < target.numel() and input.ndim < _IMAGES
+        loss: dict[str, Any] = {"where": stack()[:3], "count": count, "total": 0.0}
+        loss |= {"summed": reduction != "mean", "masked": reduction != "mean" or ignores}
+        self._found.append(loss)
+
+        def arrived(gradient: Tensor) -> None:
+            share = float(gradient.sum())
+            if reduction == "sum":
+                share *= loss["count"]
+            elif reduction == "none":
+                loss["count"] = int(gradient.count_nonzero())
+            loss["total"] += share
+            loss["backward"] = self._backwards
+
+        result.register_hook(guarded(arrived))  # type: ignore[no-untyped-call]
+
+
+class Schedules:
+    """Observes learning rate schedules, how often they step and what they are told, from the moment of `install`."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._steps = 0
+
+    def install(self) -> None:
+        """Begin."""
+        before(lr_scheduler.ReduceLROnPlateau, "step", self._plateau)
+        before(lr_scheduler.LRScheduler, "step", self._step)
+
+    def _plateau(self, schedule: Any, metrics: Any = None, *args: Any, **kwargs: Any) -> None:
+        places = stack()
+        if places and metrics is not None:
+            self._recorder.tell("plateau", value=float(metrics), where=places)
+
+    def _step(self, schedule: Any, *args: Any, **kwargs: Any) -> None:
+        if self._steps < _MANY_SCHEDULES and (places := stack()):
+            self._steps += 1
+            self._recorder.tell("schedule step", where=places[:1])
 
 
 class _Seen:
@@ -37,42 +156,32 @@ class _Seen:
         self.steps = 0
 
 
+@dataclass
 class Steps:
     """Observes each optimiser from the moment of `install`."""
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        ending: Ending,
-        modules: Modules,
-        losses: Losses,
-        windows: Windows,
-        collectives: Collectives,
-    ) -> None:
-        self._recorder = recorder
-        self._ending = ending
-        self._modules = modules
-        self._losses = losses
-        self._windows = windows
-        self._collectives = collectives
-        self._made: weakref.WeakKeyDictionary[Optimizer, Stack] = weakref.WeakKeyDictionary()
-        self._seen: weakref.WeakKeyDictionary[Optimizer, _Seen] = weakref.WeakKeyDictionary()
-        self._decisions = Decisions(recorder)
-        self._depth = 0
-        self._loaded: Stack = []
-        self.on_step: list[Function] = []
-        self.position: Function = list
-        self._buffers: dict[str, dict[str, Any]] | None = None  # at the first call of a network since the last step
+    recorder: Recorder
+    ending: Ending
+    modules: Modules
+    losses: Losses
+    windows: Windows
+    collectives: Collectives
+    samples: Samples
+    _made: WeakKeyDictionary[Optimizer, Stack] = field(default_factory=WeakKeyDictionary)
+    _seen: WeakKeyDictionary[Optimizer, _Seen] = field(default_factory=WeakKeyDictionary)
+    _depth: int = 0
+    _loaded: Stack = field(default_factory=list)
+    _buffers: dict[str, dict[str, Any]] | None = None  # at the first call of a network since the last step
 
     def install(self) -> None:
         """Begin."""
-        self._modules.on_call += [guarded(self._decisions.end), guarded(self._note_buffers)]
+        self.modules.on_call = guarded(self._note_buffers)
         after(Optimizer, "__init__", self._note_made)
         before(Optimizer, "load_state_dict", self._note_loaded)
         register_optimizer_step_pre_hook(self._begins)
         register_optimizer_step_post_hook(self._ended)
 
-    def _note_made(self, _: None, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+    def _note_made(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         self._made[optimizer] = stack()
 
     def _note_loaded(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -82,33 +191,25 @@ class Steps:
         self._depth += 1
         if self._depth > 1:  # an optimiser that is part of another
             return
-        self._decisions.end()
         seen = self._seen.get(optimizer)
         if seen is None:
-            seen = _Seen(len(self._seen), self._made.get(optimizer, []))
-            self._seen[optimizer] = seen
-        self._ending.before_step(seen.steps)
+            seen = self._seen[optimizer] = _Seen(len(self._seen), self._made.get(optimizer, []))
+        self.ending.before_step(seen.steps)
         seen.steps += 1
-        self._recorder.step = max(self._recorder.step, seen.steps)
-        has_closure = len(args) > 1 or "closure" in kwargs
-        if not has_closure:
+        self.recorder.step = max(self.recorder.step, seen.steps)
+        if not _has_closure(args, kwargs):
             guarded(self._record)(optimizer, seen)
 
     def _ended(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth -= 1
         if self._depth:
             return
-        seen = self._seen[optimizer]
-        if len(args) > 1 or "closure" in kwargs:
-            guarded(self._record)(optimizer, seen)
-        self._ending.after_step()
+        if _has_closure(args, kwargs):
+            guarded(self._record)(optimizer, self._seen[optimizer])
+        self.ending.accumulates = False
         self._buffers = None
-        for look in self.on_step:
-            look()
-        self._modules.begin_step()
-        self._losses.begin_step()
-        self._windows.begin_step()
-        guarded(self._decisions.begin)()
+        for observer in (self.samples, self.modules, self.losses, self.windows):
+            observer.begin_step()
 
     @torch.no_grad()
     def _record(self, optimizer: Optimizer, seen: _Seen) -> None:
@@ -119,32 +220,32 @@ class Steps:
         whole_ones = [whole(p) for p in parameters]
         for name, plain in zip(seen.names, whole_ones, strict=True):
             if plain is not None:
-                self._collectives.trained[plain.data_ptr()] = (seen.number, name)
+                self.collectives.trained[plain.data_ptr()] = (seen.number, name)
         gradients = [_whole_gradient(p) for p in parameters]
-        self._recorder.tell(
+        summed = self._summed(gradients)
+        self.recorder.tell(
             "step",
-            skips=skips() if seen.steps == 1 else [],
-            position=self.position(),
+            position=self.samples.position(),
             optimizer=seen.number,
             number=seen.steps,
             where=stack(),
             gradients=[None if g is None else [hash_of(g), sample(g)] for g in gradients],
             parameters=[None if p is None else hash_of(p) for p in whole_ones],
             without=self._without_gradient(parameters, seen),
-            causes=[_describe(wrapped) for wrapped in self._modules.wrapped.values()],
+            causes=[wrapped.described() for wrapped in self.modules.wrapped.values()],
             state=_state_of(optimizer, seen),
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
-            others=self._others(seen.steps, parameters),
-            buffers=self._take_buffers(seen.steps),
-            calls=self._modules.calls,
-            losses=self._losses.of_this_step(),
-            backward=self._losses.places,
-            divided=self._losses.divided,
-            by_ranks=self._losses.by_ranks,
-            divides=self._losses.divides or divides_by_ranks(4),
-            summed=self._summed(gradients),
+            others=self._others(parameters) if seen.steps == 1 else {},
+            buffers=self._hash_buffers() if self._buffers is None else self._buffers,
+            calls=self.modules.calls,
+            losses=self.losses.of_this_step(),
+            backward=self.losses.places,
+            divided=self.losses.divided,
+            by_ranks=self.losses.by_ranks,
+            divides=self.losses.divides or divides_by_ranks(4) or bool(summed and summed["divides"]),
+            summed=summed,
             class_name=type(optimizer).__name__,
-            random=self._windows.close(),
+            random=self.windows.close(),
             loaded=self._loaded,
         )
 
@@ -153,44 +254,39 @@ class Steps:
         found = {}
         for name, parameter in zip(seen.names, parameters, strict=True):
             if parameter.requires_grad and parameter.grad is None:
-                found[name] = self._collectives.cut.get(id(parameter), [])
+                found[name] = self.collectives.cut.get(id(parameter), [])
         return found
 
     def _summed(self, gradients: list[Tensor | None]) -> dict[str, Any] | None:
         """Compare the gradients with the sums that were reduced before this step, if these are of as many numbers."""
-        sums = self._collectives.take_sums()
+        sums = self.collectives.take_sums()
         present = [g for g in gradients if g is not None]
-        numel = sum(g.numel() for g in present)
-        if not sums or sum(entry["numel"] for entry in sums) != numel:
+        if not sums or sum(entry["numel"] for entry in sums) != sum(g.numel() for g in present):
             return None
         square = sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in present)
         ratio = (sum(entry["square"] for entry in sums) / square) ** 0.5 if square else 0.0
-        first = sums[0]
-        return {"ratio": ratio, "where": first["where"], "divides": first["divides"]}
+        return sums[0] | {"ratio": ratio}
 
     def _introduce(self, seen: _Seen) -> None:
         """Tell the names of an optimiser's parameters, and where they come from."""
-        names = _names_of(seen.parameters)
+        seen.names = _names_of(seen.parameters)
         described = []
-        for parameter, name in zip(seen.parameters, names, strict=True):
-            wrapped, is_managed = self._modules.wrapper_of(parameter)
+        for parameter, name in zip(seen.parameters, seen.names, strict=True):
+            wrapped, is_managed = self.modules.wrapper_of(parameter)
             described.append(
                 {
                     "name": name,
                     "shape": list(parameter.shape),
-                    "made": self._modules.made(parameter),
+                    "made": self.modules.made(parameter),
                     "ddp": wrapped.made if wrapped else None,
                     "managed": is_managed,
                     "whole": whole(parameter) is not None,
                 }
             )
-        seen.names = names
-        self._recorder.tell("optimizer", optimizer=seen.number, made=seen.made, parameters=described)
+        self.recorder.tell("optimizer", optimizer=seen.number, made=seen.made, parameters=described)
 
-    def _others(self, number: int, parameters: list[Tensor]) -> dict[str, list[Any]]:
-        """Hash the parameters of networks that are used and not trained, at the first step."""
-        if number > 1:
-            return {}
+    def _others(self, parameters: list[Tensor]) -> dict[str, list[Any]]:
+        """Hash the parameters of networks that are used and not trained."""
         trained = set(map(id, parameters))
         for optimizer in list(self._made):
             trained |= set(map(id, parameters_of(optimizer)))
@@ -199,53 +295,33 @@ class Steps:
             tensors = [*root.parameters(), *root.buffers()]
             others = [t for t in tensors if whole(t) is not None]
             is_trained = any(id(t) in trained for t in tensors)
-            if others and not is_trained and self._modules.is_used(root):
-                found[name] = [[hash_of(t) for t in others], self._modules.made(others[0])]
+            if others and not is_trained and self.modules.is_used(root):
+                found[name] = [[hash_of(t) for t in others], self.modules.made(others[0])]
         return found
 
     def _note_buffers(self) -> None:
         """Hash buffers before a network changes them, for a script may average them after a step."""
-        if self._buffers is None and self._recorder.step < _LOOKED_AT:
+        if self._buffers is None:
             self._buffers = self._hash_buffers()
-
-    def _take_buffers(self, number: int) -> dict[str, dict[str, Any]]:
-        if number > _LOOKED_AT:
-            return {}
-        return self._hash_buffers() if self._buffers is None else self._buffers
 
     def _hash_buffers(self) -> dict[str, dict[str, Any]]:
         """Hash the running statistics of networks, and tell if DDP sends them out."""
         found: dict[str, dict[str, Any]] = {}
-        for name, root in roots():
+        for name, root in roots() if self.recorder.step <= _LOOKED_AT else ():
             buffers = {n: b for n, b in root.named_buffers() if b.is_floating_point() and whole(b) is not None}
             for buffer_name, buffer in buffers.items():
-                self._collectives.trained[buffer.data_ptr()] = (-1, f"{name}.{buffer_name}")
+                self.collectives.trained[buffer.data_ptr()] = (-1, f"{name}.{buffer_name}")
             if buffers:
-                sent, made = self._are_sent(root)
-                found[name] = {
-                    "hashes": {n: hash_of(b) for n, b in buffers.items()},
-                    "sent": sent,
-                    "ddp": made,
-                }
+                around = [w for w in self.modules.wrapped.values() if any(m is w.inner for m in root.modules())]
+                sent = bool(around and around[0].module.broadcast_buffers)
+                made = around[0].made if around else []
+                found[name] = {"hashes": {n: hash_of(b) for n, b in buffers.items()}, "sent": sent, "ddp": made}
         return found
 
-    def _are_sent(self, root: nn.Module) -> tuple[bool, Stack]:
-        for wrapped in self._modules.wrapped.values():
-            module = wrapped.ref()
-            if module is not None and any(m is inner_of(module) for m in root.modules()):
-                return bool(module.broadcast_buffers), wrapped.made
-        return False, []
 
-
-def _describe(wrapped: Wrapped) -> dict[str, Any]:
-    """Describe what could keep a DDP from averaging the gradients of this step."""
-    told = {name: getattr(wrapped, name) for name in ("made", "bypassed", "taken_out", "unsynced", "thawed")}
-    return {
-        **told,
-        "forwards": wrapped.forwards[-8:],
-        "uses_all": not (wrapped.kept.find_unused_parameters or wrapped.kept.static_graph),
-        "hooked": bool(getattr(wrapped.kept, "_comm_hooks", ())),
-    }
+def _has_closure(args: Any, kwargs: Any) -> bool:
+    """Return whether an optimizer computes its gradients itself, during its step."""
+    return len(args) > 1 or "closure" in kwargs
 
 
 def _whole_gradient(parameter: Tensor) -> Tensor | None:
@@ -258,7 +334,7 @@ def _whole_gradient(parameter: Tensor) -> Tensor | None:
 def _state_of(optimizer: Optimizer, seen: _Seen) -> dict[str, int]:
     """Hash the state of an optimiser, by parameter and name."""
     found: dict[str, int] = {}
-    if seen.steps > 3:  # what differs differs by then
+    if seen.steps > _FIRST_STEPS:
         return found
     for name, parameter in zip(seen.names, seen.parameters, strict=True):
         for key, value in optimizer.state.get(parameter, {}).items():

@@ -29,15 +29,25 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ...join.store import host_on
-from ...launch.process_tree import child_processes
-from ...spawning.rank_process import replace_environment
+from ..join.store import host_on
+from ..launch.process_tree import child_processes
+from ..spawning.rank_process import replace_environment
 from .recorder import Record, Recorder
 
 Body = Callable[[Recorder, int], int]  # what a rank does; see `Ranks`
 _STACK_SIGNAL = signal.SIGUSR2
 _SET_PDEATHSIG = 1
 _SET_CHILD_SUBREAPER = 36
+_AS_RANK = ("RANK", "LOCAL_RANK", "ROLE_RANK")
+_AS_WORLD_SIZE = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")
+_OF_ONE_NODE = {
+    **dict.fromkeys(("GROUP_RANK", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"), "0"),
+    "GROUP_WORLD_SIZE": "1",
+    "ROLE_NAME": "default",
+    "MASTER_ADDR": "127.0.0.1",
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
 _CHUNK = 1 << 16
 _PAUSE = 0.01  # seconds in which more may come: a reader that wakes for each record takes the ranks' cores
 _STACK_WAIT = 3.0  # seconds for a rank to write its stack
@@ -52,6 +62,8 @@ class Rank:
         pid: Of the process.
         records: What it has told.
         ended: How the process ended, None while it runs.
+        reader: Of the pipe through which it tells records.
+        end: Of the pipe through which it gets its port, and then, when it is closed, learns that it shall end.
     """
 
     def __init__(self, number: int, folder: Path) -> None:
@@ -64,7 +76,7 @@ class Rank:
         self._unread = b""
         self.reader, self._records = os.pipe()
         os.set_blocking(self.reader, False)
-        self._control, self._end = os.pipe()
+        self._control, self.end = os.pipe()
 
     def start(self, body: Body, env: dict[str, str], others: list[Rank]) -> None:
         """Fork the process, which shares the imported torch with this one."""
@@ -83,7 +95,7 @@ class Rank:
             if os.getppid() != parent:
                 os._exit(1)
             for rank in (*others, self):
-                for descriptor in (rank.reader, rank._end):
+                for descriptor in (rank.reader, rank.end):
                     os.close(descriptor)
             _take_over(env, output)
             os.environ["MASTER_PORT"] = os.read(self._control, _CHUNK).decode()
@@ -116,11 +128,6 @@ class Rank:
                 return
             time.sleep(0.01)
 
-    def begin(self, port: int) -> None:
-        """Let the script begin, whose ranks meet at a port of this process."""
-        with suppress(BrokenPipeError):
-            os.write(self._end, str(port).encode())
-
     def read_stack(self) -> str:
         """Ask for the stack of the main thread."""
         with suppress(ProcessLookupError):
@@ -145,11 +152,6 @@ class Rank:
             with suppress(ProcessLookupError, PermissionError):
                 end(self.pid, signal.SIGKILL)
 
-    def close(self) -> None:
-        """Close the pipes."""
-        for descriptor in (self.reader, self._end):
-            os.close(descriptor)
-
 
 def _parse(line: bytes) -> Record | None:
     """Read a record, None from a line that was not written to its end."""
@@ -170,8 +172,7 @@ def _take_over(env: dict[str, str], output: int) -> None:
     for stream, number in (("stdout", 1), ("stderr", 2)):
         text = os.fdopen(number, "w", buffering=1, errors="backslashreplace", closefd=False)
         setattr(sys, stream, text)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
     random.seed()  # as in any new process: two ranks that do not seed them have other numbers
@@ -201,15 +202,16 @@ class Ranks:
     Args:
         body: Runs the script in a rank's process, and returns its exit code. It gets a recorder, and a descriptor that
             becomes readable when the process shall end.
-        environments: Of the ranks, by their number.
+        number: Of ranks.
+        device: "cpu" hides the GPUs.
 
     Attributes:
         all: The ranks of this machine.
     """
 
-    def __init__(self, body: Body, environments: dict[int, dict[str, str]]) -> None:
+    def __init__(self, body: Body, number: int, device: str) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="ddpkit-ranks-"))  # no context, which a rank would end as well
-        self._environments = environments
+        self._environments = [_environment(rank, number, device) for rank in range(number)]
         self._body = body
         self._not_ours = set(child_processes())
         self.all: list[Rank] = []
@@ -219,13 +221,14 @@ class Ranks:
         sys.stdout.flush()
         sys.stderr.flush()
         try:
-            for number, env in self._environments.items():
+            for number, env in enumerate(self._environments):
                 rank = Rank(number, self._folder)
                 rank.start(self._body, env, self.all)
                 self.all.append(rank)
             self._store = host_on("127.0.0.1")  # only now, for it has threads
             for rank in self.all:
-                rank.begin(self._store.port)
+                with suppress(BrokenPipeError):
+                    os.write(rank.end, str(self._store.port).encode())
         except BaseException:
             self.__exit__()
             raise
@@ -236,7 +239,8 @@ class Ranks:
             if rank.ended is None:
                 rank.kill()
                 rank.reap(wait=True)
-            rank.close()
+            for descriptor in (rank.reader, rank.end):
+                os.close(descriptor)
         _kill_orphans(self._not_ours)
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -251,7 +255,7 @@ class Ranks:
                 yield rank, record
 
 
-def environment(rank: int, number: int, device: str) -> dict[str, str]:
+def _environment(rank: int, number: int, device: str) -> dict[str, str]:
     """Build the environment that torchrun would set for a rank of one node; the port is added later.
 
     Args:
@@ -259,23 +263,7 @@ def environment(rank: int, number: int, device: str) -> dict[str, str]:
         number: Of all ranks.
         device: "cpu" hides the GPUs.
     """
-    world_size = str(number)
-    env = os.environ | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "ROLE_RANK": str(rank),
-        "ROLE_NAME": "default",
-        "WORLD_SIZE": world_size,
-        "LOCAL_WORLD_SIZE": world_size,
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_WORLD_SIZE": world_size,
-        "MASTER_ADDR": "127.0.0.1",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_RUN_ID": "none",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+    env = os.environ | dict.fromkeys(_AS_RANK, str(rank)) | dict.fromkeys(_AS_WORLD_SIZE, str(number)) | _OF_ONE_NODE
     env.setdefault("OMP_NUM_THREADS", "1")
     if device == "cpu":
         env["CUDA_VISIBLE_DEVICES"] = ""

@@ -1,13 +1,19 @@
-"""Check this machine and the job: versions, devices, limits of the process, and what the ranks compute together."""
+"""Check this machine and the job: versions, devices, limits, the network, and what the ranks compute together."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import ipaddress
 import os
 import resource
 import shutil
+import socket
 import statistics
+import struct
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +26,7 @@ from ...collectives.differences import differing_parts
 from ...job.device import MASKS, choose_device, default_backend
 from ...job.lifecycle import check_torch
 from ...join.members import usable_cores
+from ...join.sockets import LOOPBACKS
 from ..terminal import count, table
 from .report import Check, installed
 
@@ -46,18 +53,7 @@ def versions() -> Check:
         check_torch()
     except LaunchError as error:
         return Check("versions", "failed", f"{error} ({found})", "pip install --upgrade torch")
-    if not dist.is_available():
-        found = f"this torch is built without torch.distributed ({found})"
-        return Check("versions", "failed", found, f"Install a build of torch from {_GET_TORCH}.")
     return Check("versions", "ok", found)
-
-
-def accelerator() -> str | None:
-    """Return the kind of this machine's accelerators, None without any."""
-    if not torch.accelerator.is_available():
-        return None
-    device = torch.accelerator.current_accelerator()
-    return device.type if device else None
 
 
 def devices(look_inside: bool) -> Check:
@@ -66,27 +62,27 @@ def devices(look_inside: bool) -> Check:
     Args:
         look_inside: Open each, and read its free memory.
     """
-    kind = accelerator()
-    if kind is None:
+    current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if current is None:
         return _no_accelerator()
-    module = getattr(torch, kind)
-    number = int(module.device_count())
-    lines = []
-    problems = []
+    kind = current.type
+    number = int(getattr(torch, kind).device_count())
+    lines: list[str] = []
     for local_rank in range(number):
         device = choose_device(None, local_rank, number)
         inside = ""
         try:
-            if look_inside:
-                inside = _look_inside(module, device)
+            if look_inside and kind == "cuda":
+                free, total = torch.cuda.mem_get_info(device)
+                used = ": in use by another process" if free < 0.8 * total else ""
+                name = torch.cuda.get_device_name(device)
+                inside = f" ({name}), {free / _GIB:.0f} of {total / _GIB:.0f} GiB free{used}"
         except RuntimeError as error:
-            problems.append(f"{device} cannot be used: {str(error).splitlines()[0]}")
-            continue
+            found = f"{device} cannot be used: {str(error).splitlines()[0]}"
+            remedy = "See with nvidia-smi whether another process fills the device or it needs a reset; "
+            remedy += "hide it with CUDA_VISIBLE_DEVICES."
+            return Check("devices", "failed", found, remedy, lines)
         lines.append(f"local rank {local_rank} -> {device}{inside}")
-    if problems:
-        remedy = "See with nvidia-smi whether another process fills the device or it needs a reset; "
-        remedy += "hide it with CUDA_VISIBLE_DEVICES."
-        return Check("devices", "failed", "; ".join(problems), remedy, lines)
     backend = default_backend(torch.device(kind, 0), shared=False)
     found = f"{number} x {kind}, backend {backend}; {set_variables(*MASKS) or 'no device is hidden'}"
     if any("in use" in line for line in lines):
@@ -109,18 +105,6 @@ def _no_accelerator() -> Check:
     return Check("devices", "warning", f"{found}, although {drivers[0]} driver is loaded", remedy)
 
 
-def _look_inside(module: object, device: torch.device) -> str:
-    """Open a device and write its name and, for CUDA, its free memory."""
-    text = f" ({getattr(module, 'get_device_name', str)(device)})"
-    if device.type != "cuda":
-        return text
-    free, total = torch.cuda.mem_get_info(device)
-    text += f", {free / _GIB:.0f} of {total / _GIB:.0f} GiB free"
-    if free < 0.8 * total:
-        text += ": in use by another process"
-    return text
-
-
 def shared_memory() -> Check:
     """Check /dev/shm, which carries batches from loader workers, and NCCL's messages on a node."""
     usage = shutil.disk_usage("/dev/shm")
@@ -129,8 +113,7 @@ def shared_memory() -> Check:
         return Check("shm", "ok", found)
     remedy = "Delete what ended jobs left there (ls -l /dev/shm)."
     if usage.total < _GIB:
-        remedy = "docker run --shm-size=8g (or --ipc=host); in Kubernetes mount an emptyDir of "
-        remedy += "medium Memory at /dev/shm."
+        remedy = "docker run --shm-size=8g (or --ipc=host); in Kubernetes mount an emptyDir of medium Memory there."
     return Check("shm", "warning", f"{found}: loader workers may die with a bus error", remedy)
 
 
@@ -143,8 +126,7 @@ def cores() -> Check:
     threads = set_variables("OMP_NUM_THREADS", "MKL_NUM_THREADS")
     found = f"{usable} of {total} cores, {limit}; {threads or 'OMP_NUM_THREADS is not set'}"
     if quota and quota < usable and not threads:
-        remedy = f"Threads beyond {quota:g} only wait: set OMP_NUM_THREADS to "
-        remedy += f"{max(1, int(quota))} / ranks on the node."
+        remedy = f"Threads beyond {quota:g} only wait: set OMP_NUM_THREADS to {max(1, int(quota))} / ranks on the node."
         return Check("cores", "warning", found, remedy)
     if usable == 1 < total:
         remedy = "The launcher bound it: mpirun --bind-to none, or srun --cpus-per-task=N."
@@ -156,12 +138,10 @@ def cpu_quota() -> float | None:
     """Read how many cores the cgroups of this process give it, None without a limit."""
     limits = []
     for folder in _cgroups():
-        words = _words(folder / "cpu.max")
-        if not words:  # the older kind
-            words = _words(folder / "cpu.cfs_quota_us") + _words(folder / "cpu.cfs_period_us")
+        names = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")  # of the newer kind, and of the older
+        words = [word for name in names if (folder / name).is_file() for word in (folder / name).read_text().split()]
         if len(words) == 2 and words[0].isdigit():
-            quota, period = map(int, words)
-            limits.append(quota / period)
+            limits.append(int(words[0]) / int(words[1]))
     return min(limits, default=None)
 
 
@@ -170,16 +150,9 @@ def _cgroups() -> Iterator[Path]:
     mount = Path("/sys/fs/cgroup")
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        inner = mount / controllers / path.strip("/")
-        for folder in (inner, *inner.parents):
-            if folder.is_relative_to(mount) and folder.is_dir():
-                yield folder
-
-
-def _words(path: Path) -> list[str]:
-    return path.read_text().split() if path.is_file() else []
+        if not controllers or "cpu" in controllers.split(","):
+            inner = mount / controllers / path.strip("/")
+            yield from (folder for folder in (inner, *inner.parents) if folder.is_relative_to(mount))
 
 
 def open_files() -> Check:
@@ -192,6 +165,147 @@ def open_files() -> Check:
     enough = "65536" if soft == hard else hard
     remedy = f"ulimit -n {enough} in front of the launcher, or LimitNOFILE= of its service."
     return Check("open files", "warning", f'{found}: loaders fail with "Too many open files"', remedy)
+
+
+# Check the network: the interface that a backend would use, and the port.
+
+_DEFAULT_PORT = 29500  # torch's
+_SIOCGIFADDR = 0x8915
+_LISTENS = "0A"  # in /proc/net/tcp
+
+
+def interface() -> Check:
+    """Check the interface that gloo would use between nodes: can another node reach it?"""
+    here = interfaces()
+    host = socket.gethostname()
+    addresses = resolve(host)
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    example = next((name for name, own in here.items() if own and name not in LOOPBACKS), "<interface>")
+    missing = [name for name in named.split(",") if name and name not in here]
+    if missing:
+        found = f"GLOO_SOCKET_IFNAME={named}, but there is no {', '.join(missing)}; "
+        found += f"the interfaces of {host} are {', '.join(here)}"
+        remedy = f"Name one that every node has, for example {example}, or unset the variable."
+        return Check("interface", "failed", found, remedy)
+    found = f"{host} resolves to {', '.join(addresses) or 'nothing'}; gloo uses "
+    chosen = named.split(",")[0] or _interface_of(addresses, here)
+    if named:
+        found += f"{chosen} (GLOO_SOCKET_IFNAME={named})"
+    else:
+        found += f"{chosen} between nodes, loopback within one"
+    if chosen not in (*LOOPBACKS, "loopback"):
+        return Check("interface", "ok", found)
+    remedy = f"For jobs on several nodes, on each: export GLOO_SOCKET_IFNAME={example} (or give {host} its own "
+    remedy += f"address in /etc/hosts). Where other nodes cannot resolve {host}, torchrun hangs: give it "
+    remedy += "--local-addr=<address of its node>."
+    return Check("interface", "warning", f"{found}, but other nodes cannot reach it", remedy)
+
+
+def _interface_of(addresses: list[str], here: dict[str, list[str]]) -> str:
+    """Name the interface that has the first of some addresses which is this host's."""
+    for address in addresses:
+        if ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+            return LOOPBACKS[0]
+        names = [name for name, own in here.items() if address in own]
+        if names or is_local(address):
+            return names[0] if names else "an address of this host"
+    return "loopback"
+
+
+def interfaces() -> dict[str, list[str]]:
+    """List the addresses of this host by interface, loopback last; of those for IPv6, the system names none."""
+    found: dict[str, list[str]] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for name in sorted((name for _, name in socket.if_nameindex()), key=LOOPBACKS.__contains__):
+            found[name] = []
+            with suppress(OSError):  # it has no address
+                answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                found[name].append(socket.inet_ntoa(answer[20:24]))
+    return found
+
+
+def resolve(name: str) -> list[str]:
+    """Look up the addresses of a host, none if it is unknown."""
+    try:
+        infos = socket.getaddrinfo(name, None)
+    except (OSError, UnicodeError):
+        return []
+    return list(dict.fromkeys(str(info[4][0]) for info in infos))
+
+
+def is_local(address: str) -> bool:
+    """Return whether a socket can be bound to this address, which is then one of this host."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as trial:
+        try:
+            trial.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def ports(port: int | None, checks_if_free: bool) -> Check:
+    """Check that the master's port is free, and safe from outgoing connections.
+
+    Args:
+        port: The port of the launch, if there is one.
+        checks_if_free: True if it must be free, because rank 0 is about to listen here.
+    """
+    text = os.environ.get("MASTER_PORT", "").strip()
+    is_number = text.isdecimal() and 0 < int(text) < 65536
+    if port is None and text and not is_number:
+        remedy = "Set it to a number from 1 to 65535."
+        return Check("ports", "failed", f"MASTER_PORT={text} is no port", remedy)
+    number = port or int(text or _DEFAULT_PORT)
+    found = f"the port of this launch {number}" if port else f"torch's default port {number}"
+    if text:
+        found = f"MASTER_PORT {number}"
+    if not checks_if_free:
+        return Check("ports", "ok", f"{found}; only rank 0 needs it to be free")
+    reason = _explain_not_free(number)
+    if not reason:
+        return Check("ports", "ok", f"{found} is free")
+    remedy = "End it, or give this job another port: export MASTER_PORT=... (torchrun: --master-port, --standalone)."
+    status = "failed" if text or port else "warning"
+    return Check("ports", status, f"{found} is not free: {reason}", remedy)
+
+
+def _explain_not_free(port: int) -> str:
+    """Say why nobody can listen at this port, "" if one can."""
+    for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
+        with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:  # without listening: other ranks may already try to connect
+                trial.bind((address, port))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    return f"{_name_holder(port)} listens there"
+                if error.errno == errno.EACCES:
+                    return "ports below 1024 are for root"
+    return ""
+
+
+def _name_holder(port: int) -> str:
+    """Name the process that listens at a port, as far as `/proc` tells."""
+    links = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
+    for file in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            if os.readlink(file) in links:
+                command = file.parents[1].joinpath("cmdline").read_bytes().replace(b"\0", b" ")
+                return f"process {file.parts[2]} ({command.decode(errors='replace').strip()[:60]})"
+    return "a process of another user"
+
+
+def _listening_inodes(port: int) -> set[str]:
+    """Find the sockets that listen at a port."""
+    inodes = set()
+    for path in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with suppress(OSError), open(path) as file:
+            for line in list(file)[1:]:
+                _, address, _, state, *rest = line.split()
+                if state == _LISTENS and int(address.rpartition(":")[2], 16) == port:
+                    inodes.add(rest[5])
+    return inodes
 
 
 # Check a job on several ranks: values, latency, versions, and where each rank is.
@@ -215,10 +329,8 @@ def mean() -> Check:
     if number == expected and not wrong:
         found = f"the mean of the ranks' numbers is {number:g}, and that of 1 MiB is right"
         return Check("mean", "ok", found)
-    found = f"the mean of 0 to {world_size - 1} came out as {number:g}, "
-    found += f"and {wrong} of {_BLOCK} elements of 1 MiB are wrong"
-    remedy = "Run again with --backend gloo: if that is right, the accelerators' links or their "
-    remedy += "driver give wrong values."
+    found = f"the mean of 0 to {world_size - 1} came out as {number:g}, and {wrong} of {_BLOCK} elements are wrong"
+    remedy = "Run again with --backend gloo: if that is right, the accelerators' links or driver give wrong values."
     return Check("mean", "failed", found, remedy)
 
 
@@ -235,8 +347,8 @@ def latency() -> Check:
     own = {"all_reduce_us": _time_us(reduce), "barrier_us": _time_us(barrier)}
     slowest = all_reduce(own, "max")
     reduce_us = slowest["all_reduce_us"]
-    found = f"all-reduce of one number {reduce_us:.0f} us (median of {_TIMED}), "
-    found += f"barrier {slowest['barrier_us']:.0f} us"
+    barrier_us = slowest["barrier_us"]
+    found = f"all-reduce of one number {reduce_us:.0f} us (median of {_TIMED}), barrier {barrier_us:.0f} us"
     if reduce_us <= _SLOW_US:
         return Check("latency", "ok", found, measured=slowest)
     remedy = "Are the cores busy with something else, or is the interface above the slow one?"

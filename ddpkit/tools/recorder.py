@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ...collectives.digest import checksum
-from ...collectives.tree import flat_bytes, is_dense
+from ..collectives.digest import checksum
+from ..collectives.tree import flat_bytes, is_dense
 
 Record = dict[str, Any]
 
@@ -82,7 +82,6 @@ class Recorder:
 
 _SAMPLES = 16  # elements that are shown of a tensor
 _HASHED = 1 << 24  # bytes of a batch that are hashed
-_ROWS = 256  # samples of a batch that are hashed one by one
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -143,19 +142,6 @@ def content(value: Any) -> int:
         varied = varied or bool((part != part[0]).any())
         hashed = zlib.crc32(flat_bytes(part).numpy().data, hashed)
     return hashed if varied else 0
-
-
-def rows(value: Any) -> list[int]:
-    """Hash each sample of a batch; [] for one that is too large, or has none."""
-    number = size_of(value)
-    hashes = [0] * number
-    if number > _ROWS:
-        return []
-    for tensor in tensors_in(value):
-        if is_dense(tensor) and not tensor.is_meta and tensor.ndim and len(tensor) == number:
-            for position, row in enumerate(tensor.detach().cpu()):
-                hashes[position] = zlib.crc32(flat_bytes(row).numpy().data, hashes[position])
-    return hashes
 
 
 def size_of(value: Any) -> int:

@@ -1,0 +1,479 @@
+"""Run `python -m ddpkit bench`: what do collectives and training steps cost here?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .. import Context, LaunchError, PeerError, __version__, all_reduce, detect_launch, distributed, spawn, wrap_model
+from ..job.device import count_accelerators
+from ..job.job import checked_device
+from ..join.members import usable_cores
+from .terminal import announce, count, table
+
+SCHEMA = 2  # of the JSON object; raised when a key changes its meaning or goes away
+PARTS = ("collectives", "steps")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+_SIZES = ["1K", "64K", "1M", "16M"]
+_UNITS = {"GiB": 30, "MiB": 20, "KiB": 10, "B": 0}  # the power of two
+_TIMES = {"s": 1, "ms": 1e3, "us": 1e6}  # in a second
+_ROUNDS = 8
+_FEWEST = 3  # rounds that even a call which uses up its time at once gets
+_BUSY = 0.2  # spread above which a time is hardly to be trusted
+Row = dict[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    add = parser.add_argument
+    default_device = "an accelerator for each rank by default, if there are any"
+    add("--ranks", type=int, nargs="+", metavar="N", help="to start, one job each (1 2 4 8)")
+    add("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=" or ".join(PARTS))
+    add("--batch-size", type=int, default=64, metavar="N", help="samples per step, per rank (64)")
+    add("--sizes", nargs="+", default=_SIZES, metavar="SIZE", help="bytes in collectives, e.g. 16M")
+    add("--seconds", type=float, default=0.5, metavar="S", help="per measurement, about (0.5)")
+    add("--device", help=f'e.g. "cpu"; {default_device}')
+    add("--json", action="store_true", help="print one JSON object instead of tables")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print.
+
+    Returns:
+        The exit code: 0 if that went well, 1 if it failed, 2 if it cannot be done as asked.
+    """
+    rank = 0
+    try:
+        launch = detect_launch()
+        rank = launch.rank
+        plan = _plan(args)
+        if launch.kind == "single":
+            outcomes = [_spawn(ranks, plan) for ranks in _jobs(args, plan)]
+        elif args.ranks:
+            raise BadFlag("--ranks starts ranks, but a launcher has started these already: leave it out.")
+        else:
+            outcomes = [measure(plan)]
+    except (BadFlag, LaunchError, _RankFailed) as error:
+        if rank == 0:
+            print(f"python -m ddpkit bench: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, BadFlag) else 1
+    if rank == 0:
+        report = make_report(plan, outcomes)
+        print(json.dumps(report, indent=2) if args.json else text(report))
+    return 0
+
+
+class BadFlag(ValueError):
+    """A flag asks for something that cannot be measured."""
+
+
+class _RankFailed(Exception):
+    """A rank that bench started raised an exception."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The settings of a measurement.
+
+    Attributes:
+        parts: Some of `PARTS`.
+        sizes: Bytes of the collectives' tensors.
+        batch_size: Samples per step, per rank.
+        seconds: Per measurement.
+        device: As `setup()` takes it.
+    """
+
+    parts: tuple[str, ...]
+    sizes: tuple[int, ...]
+    batch_size: int
+    seconds: float
+    device: str | None
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    """Check the flags that every job needs."""
+    for name in ("batch_size", "seconds"):
+        value = getattr(args, name)
+        if not 0 < value < math.inf:
+            raise BadFlag(f"--{name.replace('_', '-')} {value}: must be positive and finite.")
+    try:
+        checked_device(args.device)  # setup() checks on every rank that it has one
+    except ValueError as error:
+        raise BadFlag(f"--device {args.device}: {error}") from None
+    parts = tuple(part for part in PARTS if part in args.only)
+    sizes = tuple(sorted({_parse_size(size) for size in args.sizes}))
+    return Plan(parts, sizes, args.batch_size, args.seconds, args.device)
+
+
+def _parse_size(text: str) -> int:
+    match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text, re.IGNORECASE)
+    if not match or int(match[1]) == 0:
+        raise BadFlag(f"--sizes {text}: not a size; write bytes, or 64K, 16M, 1G.")
+    return int(match[1]) << _UNITS[f"{match[2].upper()}iB" if match[2] else "B"]
+
+
+def _jobs(args: argparse.Namespace, plan: Plan) -> list[int]:
+    """List the numbers of ranks of the jobs to start."""
+    device = checked_device(plan.device)
+    gpus = count_accelerators() if device is None or device.type != "cpu" else 0
+    ranks = sorted(set(args.ranks or default_ranks(gpus, len(usable_cores()))))
+    if ranks[0] < 1:
+        raise BadFlag(f"--ranks {ranks[0]}: a job has at least 1 rank.")
+    if "steps" in plan.parts:
+        return ranks
+    if ranks == [1]:
+        raise BadFlag("--ranks 1: collectives: only with 2 ranks or more.")
+    return [number for number in ranks if number > 1]
+
+
+def default_ranks(gpus: int, cores: int) -> list[int]:
+    """List powers of two up to the number of devices, at most 8, and the number of accelerators.
+
+    >>> default_ranks(0, cores=6), default_ranks(0, cores=1)
+    ([1, 2, 4], [1, 2])
+    >>> default_ranks(6, cores=64), default_ranks(1, cores=64)
+    ([1, 2, 4, 6], [1])
+    """
+    most = gpus or max(2, cores)  # one rank has nobody to talk to
+    powers = {n for n in (1, 2, 4, 8) if n <= most}
+    return sorted(powers | {gpus or 1})
+
+
+def _spawn(ranks: int, plan: Plan) -> Row:
+    try:
+        outcomes = spawn(measure, ranks, plan, timeout=timedelta(days=1))
+    except Exception as error:
+        cause = error.__cause__
+        raise _RankFailed(cause if isinstance(cause, PeerError) else error) from error
+    return outcomes[0]
+
+
+# Time calls that all ranks make together: blocks of calls, in alternating rounds, for a while.
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call to measure.
+
+    Attributes:
+        labels: Names and sizes that describe it; JSON values.
+        call: Does it once, on every rank.
+    """
+
+    labels: Row
+    call: Callable[[], object]
+
+
+def time_cases(
+    cases: Sequence[Case],
+    seconds: float,
+    device: torch.device,
+    say: Callable[[str], None],
+) -> list[list[float]]:
+    """Time one call of each case in each round, in seconds, on the slowest rank. Collective.
+
+    Args:
+        cases: The same ones on every rank.
+        seconds: About how long to measure each case, after two calls that are not counted. In each
+            of eight rounds every case is called as often as fits into its share of the time, in
+            another order. A case that needs longer ends after fewer.
+        device: Where the work runs; the clock is read when it is done.
+        say: Called with the step that begins.
+
+    Returns:
+        For each case the times of its rounds.
+    """
+    say(f"warming up, {len(cases)} measurements")
+    timers = [_Timer(case, device) for case in cases]
+    for number in range(_ROUNDS):
+        say(f"round {number + 1} of {_ROUNDS}")
+        order = random.Random(number).sample(timers, len(timers))  # none always follows the same
+        for timer in order:
+            if number < _FEWEST or timer.used < seconds:
+                timer.run(seconds / _ROUNDS)
+    return [timer.times for timer in timers]
+
+
+class _Timer:
+    """Times one case, and keeps account of it.
+
+    Attributes:
+        times: Seconds for one call, in each round.
+        used: Seconds that all rounds took together.
+    """
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self.times: list[float] = []
+        self.used = 0.0
+        self._call = case.call
+        self._device = device
+        self._time(1)  # allocates, connects; DDP rearranges its buckets after it
+        self._quickest = self._time(1)
+
+    def run(self, seconds: float) -> None:
+        """Do one round, with as many calls as fit into so many seconds."""
+        calls = max(1, int(seconds / self._quickest))
+        taken = self._time(calls)
+        self.times.append(taken)
+        self.used += taken * calls
+        self._quickest = min(self._quickest, taken)  # the first call may have been disturbed
+
+    def _time(self, calls: int) -> float:
+        """Time one of some calls; equal on every rank, so that all decide alike."""
+        self._synchronise()
+        all_reduce(0.0, "max")  # all start together
+        start = time.perf_counter()
+        for _ in range(calls):
+            self._call()
+        self._synchronise()
+        slowest = all_reduce(time.perf_counter() - start, "max")
+        return float(slowest) / calls
+
+    def _synchronise(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+
+
+# Make the calls: torch's collectives, and training steps of two models.
+
+
+def measure(plan: Plan) -> Row:
+    """Join the job and measure. Collective.
+
+    Args:
+        plan: The same on every rank.
+
+    Returns:
+        "results": for each measurement its labels with its "times"; and facts of the job.
+    """
+    with distributed(device=plan.device, num_threads=1) as job:
+        cases = list(_cases(plan, job))
+
+        def say(step: str) -> None:
+            if job.rank == 0:
+                announce(f"{count(job.world_size, 'rank')}: {step}")
+
+        times = time_cases(cases, plan.seconds, job.device, say)
+        results = [case.labels | {"times": taken} for case, taken in zip(cases, times, strict=True)]
+        device = "cpu"
+        if job.device.type != device:
+            device = getattr(torch, job.device.type).get_device_name(job.device)
+        facts = {"device": device, "ranks": job.world_size, "nodes": job.num_nodes}
+        return {"results": results, **facts, "launcher": job.launcher, "backend": job.backend}
+
+
+def _cases(plan: Plan, job: Context) -> Iterator[Case]:
+    """Make all that the plan asks for; one rank has nobody to talk to."""
+    if job.world_size > 1 and "collectives" in plan.parts:
+        for size in plan.sizes:
+            yield from _collectives(size, job)
+    if "steps" in plan.parts:
+        for name in MODELS:
+            yield from _steps(name, plan.batch_size, job)
+
+
+def _collectives(size: int, job: Context) -> Iterator[Case]:
+    """Make torch's own collectives, on about so many bytes."""
+    floats = size // torch.float32.itemsize // job.world_size
+    part = torch.zeros(max(1, floats), device=job.device)
+    whole = part.repeat(job.world_size)
+    # newer torch has other names for these two, and warns of the former ones
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "all_gather": lambda: gather(whole, part),
+        "reduce_scatter": lambda: scatter(part, whole),
+        "broadcast": lambda: dist.broadcast(whole, 0),
+    }
+    for name in COLLECTIVES:
+        labels = {"part": "collectives", "name": name, "ranks": job.world_size, "bytes": whole.nbytes}
+        yield Case(labels, calls[name])
+
+
+Model = tuple[nn.Module, tuple[int, ...]]  # and the shape of one sample
+
+
+def mlp() -> Model:
+    """Make three linear layers."""
+    layers = [nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
+    return nn.Sequential(*layers), (256,)
+
+
+def transformer() -> Model:
+    """Make an encoder of two layers, for sequences of 16 tokens."""
+    layer = nn.TransformerEncoderLayer(128, nhead=4, dim_feedforward=512, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, num_layers=2), (16, 128)
+
+
+MODELS: dict[str, Callable[[], Model]] = {"mlp": mlp, "transformer": transformer}
+
+
+def make_step(module: nn.Module, batch: Tensor, device: torch.device) -> Callable[[], None]:
+    """Make a function that does one training step: forward, backward from the mean, SGD."""
+    inputs = batch.to(device)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-6)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        module(inputs).mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def _steps(name: str, batch_size: int, job: Context) -> Iterator[Case]:
+    """Make training steps: with DDP, and without it."""
+    labels = {"part": "steps", "name": name, "ranks": job.world_size, "samples": batch_size * job.world_size}
+    for way in ("ddp", "local"):
+        model, shape = MODELS[name]()
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        if way == "local":
+            model = model.to(job.device)
+        else:
+            model = wrap_model(model)
+        step = make_step(model, torch.randn(batch_size, *shape), job.device)
+        yield Case(labels | {"way": way, "parameters": parameters}, step)
+        if job.world_size == 1:  # there the two are the same
+            return
+
+
+# Make a report: one dictionary that is printed as JSON or as tables.
+
+
+def make_report(plan: Plan, outcomes: list[Row]) -> Row:
+    """Make the report of `measure`'s outcomes, one for each job; docs/guide/bench.md describes its keys."""
+    results = [_result(result) for outcome in outcomes for result in outcome["results"]]
+    ranks = [outcome["ranks"] for outcome in outcomes]
+    largest = outcomes[-1]
+    return {
+        "schema": SCHEMA,
+        "ddpkit": __version__,
+        "torch": torch.__version__,
+        **{key: largest[key] for key in ("launcher", "backend", "device", "nodes")},
+        "cores": len(usable_cores()),
+        "threads_per_rank": 1,
+        "ranks": ranks,
+        "batch_size": plan.batch_size,
+        "results": results,
+        "notes": list(_notes(plan, ranks, results)),
+    }
+
+
+def _result(measured: Row) -> Row:
+    result = {key: value for key, value in measured.items() if key != "times"} | summary(measured["times"])
+    if result["part"] == "collectives":
+        return result | bandwidths(result["name"], result["ranks"], result["bytes"], result["seconds"])
+    return result | {"samples_per_second": result["samples"] / result["seconds"]}
+
+
+def summary(times: Sequence[float]) -> dict[str, float]:
+    """Compute median and quartiles of the rounds' times.
+
+    >>> summary([3.0, 1.0, 2.0, 9.0, 4.0])
+    {'seconds': 3.0, 'low': 2.0, 'high': 4.0, 'rounds': 5}
+    """
+    low, middle, high = np.quantile(times, [0.25, 0.5, 0.75]).tolist()
+    return {"seconds": middle, "low": low, "high": high, "rounds": len(times)}
+
+
+def bandwidths(collective: str, ranks: int, size: int, seconds: float) -> dict[str, float]:
+    """Compute algorithm and bus bandwidth in GB/s (10⁹ bytes), as nccl-tests define them.
+
+    Args:
+        collective: One of `COLLECTIVES`.
+        ranks: Number of ranks.
+        size: Bytes: of the whole tensor for all_reduce and broadcast, of all ranks' parts for the
+            others.
+        seconds: Time of one call.
+
+    References:
+        https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+
+    Example:
+        >>> bandwidths("all_reduce", ranks=4, size=10**9, seconds=0.5)
+        {'algbw': 2.0, 'busbw': 3.0}
+    """
+    algbw = size / seconds / 1e9
+    if collective == "broadcast":
+        return {"algbw": algbw, "busbw": algbw}
+    passes = 2 if collective == "all_reduce" else 1
+    return {"algbw": algbw, "busbw": algbw * passes * (ranks - 1) / ranks}
+
+
+def _notes(plan: Plan, ranks: list[int], results: list[Row]) -> Iterator[str]:
+    """Explain gaps and doubts in the figures."""
+    yield "One CPU thread per rank. Times are those of the slowest rank."
+    if ranks[0] == 1 and "collectives" in plan.parts:
+        yield "Collectives are not measured on 1 rank, which has nobody to talk to."
+    busy = sum(_spread(result) > _BUSY for result in results)
+    if busy:
+        some = f"{busy} of {len(results)} measurements vary by more than +-{_BUSY:.0%}"
+        yield f"{some}: this machine is busy with other work. Measure again, with more --seconds."
+
+
+def text(report: Row) -> str:
+    """Write the report as tables, each followed by an empty line, and notes."""
+    where = f"{report['device']}, {report['backend'] or 'no backend'}, {report['cores']} cores"
+    versions = f"ddpkit {report['ddpkit']}, torch {report['torch']}"
+    lines = [f"{versions}, {where}; ranks started by {report['launcher']}", ""]
+    for rows in (_collectives_table(report["results"]), _steps_table(report["results"])):
+        if rows:
+            lines += [*rows, ""]
+    return "\n".join([*lines, *report["notes"]])
+
+
+def _collectives_table(results: list[Row]) -> list[str]:
+    rows = []
+    collectives = [result for result in results if result["part"] == "collectives"]
+    for result in sorted(collectives, key=lambda result: COLLECTIVES.index(result["name"])):
+        row = [result["name"], result["ranks"], _size(result["bytes"]), *_time(result)]
+        rows.append([*row, f"{result['algbw']:.3g}", f"{result['busbw']:.3g}"])
+    return table(["collective", "ranks", "size", "time", "+-", "algorithm GB/s", "bus GB/s"], rows)
+
+
+def _steps_table(results: list[Row]) -> list[str]:
+    steps = [result for result in results if result["part"] == "steps"]
+    rows = []
+    for step in sorted(steps, key=lambda step: str(step["name"])):
+        row = [step["name"], f"{step['parameters']:,}", step["ranks"], _way(step), step["samples"]]
+        rows.append([*row, *_time(step), f"{step['samples_per_second']:,.0f}"])
+    return table(["step", "parameters", "ranks", "way", "samples in all", "time", "+-", "samples/s"], rows)
+
+
+def _way(step: Row) -> str:
+    if step["way"] == "local":
+        return "no communication"
+    return "alone" if step["ranks"] == 1 else "DDP"
+
+
+def _spread(result: Row) -> float:
+    """Compute half the distance of the quartiles, as a share of the median."""
+    return float((result["high"] - result["low"]) / 2 / result["seconds"])
+
+
+def _time(result: Row) -> list[str]:
+    """Write a time in its unit, and its spread."""
+    seconds = result["seconds"]
+    unit, scale = next((unit, scale) for unit, scale in _TIMES.items() if seconds * scale >= 1 or unit == "us")
+    return [f"{seconds * scale:.3g} {unit}", f"{_spread(result):.0%}"]
+
+
+def _size(size: int) -> str:
+    """Write a number of bytes in the largest unit that divides it."""
+    unit = next(unit for unit, power in _UNITS.items() if size % (1 << power) == 0)
+    return f"{size >> _UNITS[unit]} {unit}"

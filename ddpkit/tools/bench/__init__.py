@@ -1,1 +1,0 @@
-"""Measure how fast a job communicates and trains."""

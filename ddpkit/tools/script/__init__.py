@@ -1,1 +1,0 @@
-"""Somebody's training script, run on ranks of this machine: for `check` and `rehearse`."""
