@@ -167,8 +167,7 @@ class Reading:
         """Fill in what follows from the values."""
         values = self.values
         if values.get("world_size") == 1:
-            values.setdefault("local_rank", 0)
-            values.setdefault("local_world_size", 1)
+            values.setdefault("num_nodes", 1)
         if values.get("num_nodes") == 1 and "rank" in values and "world_size" in values:
             values.setdefault("local_rank", values["rank"])
             values.setdefault("local_world_size", values["world_size"])
