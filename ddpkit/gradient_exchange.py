@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from contextlib import ExitStack, contextmanager, suppress
+from hashlib import blake2b
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -13,22 +15,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from .collectives.consistency import (
-    CHECK,
-    communication_device,
-    control_device,
-    fingerprint_of,
-    new_block,
-    raise_everywhere,
-    sum_block,
-)
+from .collectives.consistency import check_fingerprint, communication_device, control_device, fingerprint_of
 from .collectives.reduce import reduce_in_place
 from .collectives.tree import explain_not_dense, name_dtype
+from .errors import MismatchError, describe_error
 from .job import current_job, lifecycle
 from .job.current_job import get_data_parallel_world_size
-from .job.job import group_of
+from .job.job import Peers, group_of
 from .parallel.models import broadcast_into, can_be_overwritten, check_tensors, unwrap_model
 from .torch_internals import is_fully_sharded, is_sharded, own_buffers, rebuild_buckets, untraced, version_of
+
+if TYPE_CHECKING:
+    from .join.session import Session
 
 Modules = tuple[nn.Module | Tensor, ...]
 Settings = tuple[tuple[str, str], ...]
@@ -41,8 +39,10 @@ def average_gradients(*modules: nn.Module | Tensor) -> None:
     Call it between `backward()` and `optimizer.step()`, with plain models that start equal on all
     ranks (seeded alike or broadcast; `check_replicas` tells). One call takes all networks of a
     step, and whatever produced the gradients. They are replaced in place, and half-precision ones
-    are added in float32. Ranks first compare, in a small exchange, what they pass. On one process
-    it does nothing.
+    are added in float32. On one process it does nothing.
+
+    Ranks compare what they pass in the same all-reduce, if it is what they passed to the call before;
+    otherwise, for more than 260,000 elements, and on accelerators, in a small one before it.
 
     Args:
         *modules: Modules, or single tensors such as a learned temperature. The same on every rank,
@@ -125,8 +125,13 @@ def begin_exchange(
         settings: What else must be the same on every rank, by name.
         spoiled: Whether this rank has none to give, and no rank may use the means.
     """
-    with raise_everywhere(call, current_job.data_parallel()):
+    try:
         gradients = Gradients(call, modules)
+    except (TypeError, ValueError) as error:
+        refusal = GradientExchange(Gradients(call, ()), fingerprint_of(call, error=describe_error(error)), False)
+        with suppress(MismatchError):
+            refusal.check()  # in which the other ranks would wait for this one
+        raise
     return GradientExchange(gradients, gradients.fingerprint(exchange, settings), spoiled)
 
 
@@ -230,65 +235,127 @@ def _fingerprint(
 
 
 class _Bucket(NamedTuple):
-    """Gradients of one device and dtype, and their sum over the ranks on its way."""
+    """The gradients of one device and dtype on their way, in one flat tensor."""
 
     indices: list[int]  # among those of the call
     flat: Tensor
-    work: dist.Work
+    message: Tensor  # in which it travels
+
+
+class _Format(NamedTuple):
+    """What the first message of a call has room for: equal on all ranks before they send it."""
+
+    fingerprint: str = ""
+    size: int = 0  # elements of a bucket
+    dtype: torch.dtype = torch.float32
+
+
+_HASH = 16  # bytes
+_HEADER = _HASH + 2  # and how many ranks have spoiled their gradients, and how many lack some
+_LARGEST = 1 << 18  # elements of a bucket in a first message
+_formats: WeakKeyDictionary[Session | Peers, _Format] = WeakKeyDictionary()  # of those ranks' next first messages
 
 
 class GradientExchange:
     """The gradients of one call on their way, after a check that all ranks have the same.
 
+    The first message of a call has room for what the call before has sent: the same on all ranks, whatever they pass
+    now, for messages of different sizes abort a gloo process. At its front is a hash. A loop that averages the same
+    networks in every step sends no other message: the first one carries the gradients.
+
     Attributes:
         gradients: Those of this rank.
-        spoiled: Whether a rank has none to give: then nothing travels.
     """
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def __init__(self, gradients: Gradients, fingerprint: str, spoiled: bool) -> None:
         self.gradients = gradients
+        self._fingerprint = fingerprint
         self._peers = current_job.data_parallel()
+        self._header = [0.0] * _HASH + [float(spoiled), float(any(value is None for value in gradients.values))]
+        self._works: list[dist.Work] = []
+        self._buckets: list[_Bucket] = []
+        self._is_checked = not lifecycle.joined()
+        if self._is_checked:
+            return
         self._ranks = get_data_parallel_world_size()
         self._scale = 0.5 ** (self._ranks - 1).bit_length()  # exact, other than 1 / ranks
-        self._buckets: list[_Bucket] = []
-        block = new_block()
-        block[CHECK] = spoiled
-        block[CHECK + 1] = any(value is None for value in gradients.values)
-        sum_block(fingerprint, block, self._peers)
-        self.spoiled = bool(block[CHECK])
-        if self.spoiled or not lifecycle.joined():
-            return
-        if block[CHECK + 1]:
-            self._fill_missing()
+        self._fill_buckets()
+        before, mine = _formats.get(self._who(), _Format()), self._format()
+        _formats[self._who()] = mine
+        if mine.size:  # also where it travels later: a sum is rounded by its place in a message
+            indices, flat, _ = self._buckets[0]
+            message = torch.cat([flat.new_zeros(_HEADER), flat])
+            self._buckets[0] = _Bucket(indices, message[_HEADER:], message)
+        is_carried = mine.size > 0 and before == mine
+        if is_carried:
+            self._first = self._buckets[0].message
+        else:
+            self._first = torch.zeros(_HEADER + before.size, dtype=before.dtype, device=control_device(self._peers))
+        self._header[:_HASH] = _hash(fingerprint)
+        self._first[:_HEADER] = torch.tensor(self._header, device="cpu")
+        self._send(self._first)
+        for bucket in self._buckets[is_carried:]:
+            self.check()
+            self._send(bucket.message)
+
+    def _who(self) -> Session | Peers:
+        """Return what stands for the ranks that average."""
+        return self._peers or current_job.current_session()
+
+    def _fill_buckets(self) -> None:
+        """Flatten the gradients, zeros for those that are missing, scaled so that no sum overflows."""
         groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        for i, p in enumerate(gradients.parameters):
-            if gradients.values[i] is not None:
-                sum_dtype = torch.promote_types(p.dtype, torch.float32)
-                groups.setdefault((p.device, sum_dtype), []).append(i)
+        for i, p in enumerate(self.gradients.parameters):
+            key = p.device, torch.promote_types(p.dtype, torch.float32)
+            groups.setdefault(key, []).append(i)
         for (device, dtype), indices in groups.items():
-            self._buckets.append(self._send(indices, device, dtype))
+            pieces = []
+            for i in indices:
+                gradient = self.gradients.values[i]
+                if gradient is None:
+                    gradient = torch.zeros_like(self.gradients.parameters[i])
+                pieces.append(gradient.reshape(-1))
+            flat = torch.cat(pieces).to(communication_device(device, self._peers), dtype)
+            flat.mul_(self._scale)
+            self._buckets.append(_Bucket(indices, flat, flat))
 
-    def _fill_missing(self) -> None:
-        """Make zeros of the gradients that only other ranks have. Collective."""
-        gradients = self.gradients
-        has = [int(value is not None) for value in gradients.values]
-        counts = torch.tensor(has, device=control_device(self._peers))
-        for i, count in enumerate(reduce_in_place(counts, peers=self._peers).tolist()):
-            if count and gradients.values[i] is None:
-                p = gradients.parameters[i]
-                gradients.values[i] = torch.zeros_like(p, dtype=dtype_of_gradient(p))
+    def _format(self) -> _Format:
+        """Return the format of a first message that carries the first bucket; without room if it travels alone."""
+        if not self._buckets:
+            return _Format()
+        flat = self._buckets[0].flat
+        if flat.numel() > _LARGEST or flat.is_complex() or flat.device != control_device(self._peers):
+            return _Format()
+        return _Format(self._fingerprint, flat.numel(), flat.dtype)
 
-    def _send(self, indices: list[int], device: torch.device, dtype: torch.dtype) -> _Bucket:
-        """Begin to add up gradients, divided by a power of two so that no sum overflows."""
-        values = [self.gradients.values[i] for i in indices]
-        flat = torch.cat([value.reshape(-1) for value in values if value is not None])
-        flat = flat.to(communication_device(device, self._peers), dtype)
-        flat.mul_(self._scale)
+    def _send(self, flat: Tensor) -> None:
         with current_job.peer_errors():
             work = dist.all_reduce(flat, group=group_of(self._peers), async_op=True)
-        return _Bucket(indices, flat, work)
+        self._works.append(work)
+
+    def check(self) -> None:
+        """Wait for the first message, and make sure that the ranks average the same.
+
+        Raises:
+            MismatchError: If they do not.
+        """
+        if self._is_checked:
+            return
+        with current_job.peer_errors():
+            self._works[0].wait()
+        self._is_checked = True
+        self._header = self._first[:_HEADER].tolist()
+        if self._header[:_HASH] != [self._ranks * byte for byte in _hash(self._fingerprint)]:
+            _formats.pop(self._who(), None)
+            check_fingerprint(self._fingerprint, self._peers)  # says what differs
+
+    def _wait(self) -> None:
+        self.check()
+        for work in self._works:
+            with current_job.peer_errors():
+                work.wait()
 
     def is_usable(self, finite: bool) -> bool:
         """Wait for the means; return whether no rank has spoiled them: the same on every rank.
@@ -297,41 +364,55 @@ class GradientExchange:
             finite: Whether means that are not finite count as spoiled, too.
         """
         self._wait()
-        return not self.spoiled and not (finite and not all_finite(self._means()))
-
-    def _means(self) -> Iterator[Tensor]:
-        """Yield the means; on one process these are the gradients."""
+        if self._header[_HASH]:
+            return False
+        if not finite:
+            return True
         if lifecycle.joined():
-            yield from (bucket.flat for bucket in self._buckets)
-        else:
-            yield from (value for value in self.gradients.values if value is not None)
-
-    def _wait(self) -> None:
-        for bucket in self._buckets:
-            with current_job.peer_errors():
-                bucket.work.wait()
+            return all_finite(bucket.flat for bucket in self._buckets)
+        return all_finite(value for value in self.gradients.values if value is not None)
 
     @untraced
     def finish(self) -> None:
         """Wait for the means and write them over the gradients."""
         self._wait()
         with torch.inference_mode(False), torch.no_grad():
+            if self._buckets and self._header[_HASH + 1]:
+                self._make_missing()
             for bucket in self._buckets:
                 self._distribute(bucket)
             self.gradients.give_back()
 
+    def _make_missing(self) -> None:
+        """Make the gradients that this rank has not, and another one has. Collective."""
+        gradients = self.gradients
+        has = [int(value is not None) for value in gradients.values]
+        counts = torch.tensor(has, device=control_device(self._peers))
+        for i, count in enumerate(reduce_in_place(counts, peers=self._peers).tolist()):
+            if count and gradients.values[i] is None:
+                p = gradients.parameters[i]
+                gradients.values[i] = torch.empty_like(p, dtype=dtype_of_gradient(p))
+
     def _distribute(self, bucket: _Bucket) -> None:
-        """Write means over gradients; those that share memory are replaced by new ones."""
-        parameters = [self.gradients.parameters[i] for i in bucket.indices]
+        """Write means over gradients; those that cannot be overwritten are replaced by new ones."""
         bucket.flat.div_(self._ranks * self._scale)
+        parameters = [self.gradients.parameters[i] for i in bucket.indices]
         means = torch.split(bucket.flat, [p.numel() for p in parameters])
         values = self.gradients.values
         fit = can_be_overwritten(values)
         for i, p, mean in zip(bucket.indices, parameters, means, strict=True):
             gradient = values[i]
-            if gradient is None or not fit[i]:
+            if gradient is None:  # on all ranks
+                continue
+            if not fit[i]:
                 gradient = values[i] = torch.empty_like(p, dtype=dtype_of_gradient(p))
             gradient.copy_(mean.view(p.shape))
+
+
+@functools.lru_cache(maxsize=256)
+def _hash(fingerprint: str) -> list[float]:
+    """Return the bytes of a fingerprint's hash, which float32 adds up exactly."""
+    return list(map(float, blake2b(fingerprint.encode(), digest_size=_HASH).digest()))
 
 
 @torch.no_grad()

@@ -185,8 +185,8 @@ class StepGuard:
     gradients are their means over the ranks, as DDP and `average_gradients` make them.
 
     Within the block nothing is exchanged, so no rank waits for one that has raised; DDP's exchange
-    is off. The gradients travel at the end, in one flat all-reduce, and whether a rank has raised in a small
-    exchange before. The arguments are the same on every rank.
+    is off. The gradients travel at the end, in one flat all-reduce, and whether a rank has raised travels
+    with them. The arguments are the same on every rank.
 
     Args:
         *modules: All models that are trained in the step, wrapped or not, and single parameters.
