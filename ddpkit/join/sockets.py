@@ -8,6 +8,7 @@ being written may be lost then, and waited for without end; so what the ranks ar
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import ipaddress
 import os
@@ -26,6 +27,7 @@ from ..errors import LaunchError
 LOOPBACKS = ("lo", "lo0")  # names of the loopback interface
 SETTLE = 0.5  # seconds in which collectives that can still end do
 _PROBE = 2.0  # seconds in which a host that can be reached accepts or refuses a connection
+_SEGMENTS = slice(140, 144)  # where Linux's struct tcp_info has tcpi_segs_in
 
 
 def listen(address: str, one_node: bool) -> tuple[socket.socket, tuple[str, int]]:
@@ -112,12 +114,61 @@ def connect_to_watch(rank: int, address: tuple[str, int], timeout: float) -> soc
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Let the kernel ask every second whether the other end is there, and end the connection 12 s after it was."""
-    options = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 10, "TCP_USER_TIMEOUT": 12_000}
+    """Let the kernel ask every second whether the other end is there, which `segments_received()` then shows.
+
+    The kernel itself gives up only after an hour. Where it does not count segments it gives up after 9 s.
+    """
+    options = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 9000}
+    if segments_received(connection):
+        options = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_USER_TIMEOUT": 3_600_000}
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in options.items():
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def segments_received(connection: socket.socket) -> int:
+    """Return how many TCP segments have come, those without data too; 0 where the kernel does not count them."""
+    if sys.platform != "linux":
+        return 0
+    with suppress(OSError):  # some sandboxes have no such option
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SEGMENTS.stop)
+        return int.from_bytes(info[_SEGMENTS], sys.byteorder)
+    return 0
+
+
+class Attempts:
+    """Attempts to connect to the other end of a connection once more: its host answers, if only by a refusal."""
+
+    def __init__(self) -> None:
+        self._sockets: list[socket.socket] = []
+
+    def begin(self, connection: socket.socket) -> None:
+        """Begin another; of those before it only the last goes on."""
+        self.close(but=1)
+        with suppress(OSError):
+            attempt = socket.socket(connection.family)
+            self._sockets.append(attempt)
+            attempt.setblocking(False)
+            attempt.connect_ex(connection.getpeername())
+
+    def are_answered(self) -> bool:
+        """Return whether the host has answered one."""
+        return any(map(_is_answered, self._sockets))
+
+    def close(self, but: int = 0) -> None:
+        """Give up all but the last ones."""
+        while len(self._sockets) > but:
+            self._sockets.pop(0).close()
+
+
+def _is_answered(attempt: socket.socket) -> bool:
+    if attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNREFUSED:
+        return True
+    with suppress(OSError):
+        attempt.getpeername()
+        return True
+    return False
 
 
 def send_exit_code(descriptors: Iterable[int]) -> None:

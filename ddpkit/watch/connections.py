@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from ..join.members import children_of, parent_of
-from ..join.sockets import keep_alive
+from ..join.sockets import Attempts, keep_alive, segments_received
 from ..parsing import encode
 from .messages import Lines, Message, parse, shows_token
 
@@ -26,7 +26,9 @@ _MAX_STRANGERS = 64  # connections, beyond those of the ranks, that may be open 
 _TOKEN_SECONDS = 30.0  # in which they must
 _TOKEN_BYTES = 200_000  # in which they must
 _MAX_ACCEPTED = 100  # connections that are accepted between two looks, beyond those of the ranks
-_LOOK = 1.0  # seconds after which connections are accepted again
+_LOOK = 1.0  # seconds between looks whether anything has come from each rank
+_DOUBTFUL = 2  # looks in a row without anything, from which on the rank's host is asked in a second way
+_SILENT = 9  # the same, after which its connection has ended
 _OUT_OF_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
@@ -36,6 +38,7 @@ class Event:
 
     rank: int | None
     message: Message | None  # None when the connection has ended
+    silent: bool = False  # whether it has ended because nothing came any more
 
 
 @dataclass(eq=False)
@@ -49,6 +52,9 @@ class _Connection:
     open: bool = True
     asks: bool = False  # whether it has shown the token to ask what the ranks are doing
     exiting: bool = False  # whether its process is about to end, and its exit code to come
+    segments: int = 0  # that have come until the last look
+    silent: int = 0  # looks in a row since then
+    attempts: Attempts = field(default_factory=lambda: Attempts())  # looked up when called: tests have others
 
 
 def _last_events(connection: _Connection) -> list[Event]:
@@ -186,6 +192,29 @@ class Connections:
             self._next_look = time.monotonic() + _LOOK
             self._accepted = 0
             self._listen(not self._leaving)
+            events += self._end_silent()
+        return events
+
+    def _end_silent(self) -> list[Event]:
+        """End the connections to hosts that answer neither the kernel's questions nor attempts to connect once more.
+
+        The kernel asks nothing while it waits ever longer to send again what was lost, hence the attempts. Looks are
+        counted, not seconds: while this process or its machine was stopped nobody looked.
+        """
+        events = []
+        for rank, connection in list(self._ranks.items()):
+            before = connection.segments
+            connection.segments = segments_received(connection.socket)
+            if connection.segments != before or not before or connection.attempts.are_answered():
+                connection.silent = 0
+                connection.attempts.close()
+                continue
+            connection.silent += 1
+            if connection.silent == _SILENT:
+                self._drop(connection)
+                events.append(Event(rank, None, silent=True))
+            elif connection.silent >= _DOUBTFUL:
+                connection.attempts.begin(connection.socket)
         return events
 
     def part(self, seconds: float) -> Iterator[Event]:
@@ -212,6 +241,7 @@ class Connections:
         """Close this process's ends of all connections."""
         for connection in (*self._ranks.values(), *self._strangers):
             connection.socket.close()
+            connection.attempts.close()
         for sock in (self._listener, self._wake, self._woken):
             if sock is not None:
                 sock.close()
@@ -345,6 +375,7 @@ class Connections:
             self._behind.discard(connection)
             self._selector.unregister(connection.socket)
             connection.socket.close()
+        connection.attempts.close()
         self._strangers.pop(connection, None)
         if connection.rank is not None:
             del self._ranks[connection.rank]

@@ -1,7 +1,7 @@
 """Notice at once when a rank dies or fails, also while the others compute or sit in a collective.
 
 Plain TCP connections make a tree of the ranks; while all is well nothing is heard there. A rank
-that fails says so on its own; for one that dies the kernel does, and a cut link is silent for 12 s. Every rank passes
+that fails says so on its own; for one that dies the kernel does, and a cut link is silent for 9 s. Every rank passes
 on what it hears, to all but the one that said it. A rank that hears of a failure raises in its main thread; if that
 cannot be, the failure is printed and the process ends. There is no heartbeat of processes, but of their kernels: a
 thread cannot send one while a C call holds the interpreter lock.
@@ -184,7 +184,7 @@ class WatchThread(threading.Thread):
         message, sender = event.message, event.rank
         if message is None:
             if sender is not None:
-                self._on_closed(sender)
+                self._on_closed(sender, event.silent)
             return
         if message.asks:
             self._on_question(sender)
@@ -229,7 +229,7 @@ class WatchThread(threading.Thread):
             self._connections.post(_line(left=rank), exclude=sender)
         self._failures.exiting.pop(rank, None)  # last, for the main thread may be waiting for its end
 
-    def _on_closed(self, rank: int) -> None:
+    def _on_closed(self, rank: int, silent: bool) -> None:
         if self._failures.known or self._closing:
             return
         if rank in self._failures.exiting:
@@ -238,6 +238,8 @@ class WatchThread(threading.Thread):
             return
         told = self._failures.ask_store(_LOOK)  # its last words may be lost, where it did not know this rank yet
         words = "its connection closed unexpectedly: the process was killed or crashed, or the network was cut"
+        if silent:
+            words = "nothing comes from its host any more: the network was cut, or the machine has stopped"
         self._fail_for(told or self._failure_of(rank, "lost", words))
 
     def _on_failure(self, failure: Failure, sender: int | None = None) -> None:

@@ -12,7 +12,7 @@ from store import Server
 from world import Process, Task, World
 
 _DEAD_LINK = 9.0  # seconds after which the kernel gives up a connection
-_DEAD_LINK_OF_WATCH = 12.0  # the same where `keep_alive` has been called
+_DEAD_LINK_OF_WATCH = 900.0  # the same where `keep_alive` has been called
 _AGAIN = 0.25  # seconds after which the kernel sends again what was lost; from the seventh time on twice as many
 _FULL = 0.01  # the share of writes for which the kernel has no room
 
@@ -154,6 +154,7 @@ class Socket(Descriptor):
         self._is_reset = False  # what is on its way is lost
         self.loss = 0.0
         self._dead_link = _DEAD_LINK
+        self._segments = 1
 
     # What a program calls
 
@@ -218,8 +219,15 @@ class Socket(Descriptor):
         self.close()
 
     def keep_alive(self) -> None:
-        """Let the kernel end it some time after the network was cut."""
+        """Let both kernels ask every second whether the other end is there."""
         self._dead_link = _DEAD_LINK_OF_WATCH
+
+    def segments_received(self) -> int:
+        """Return how many segments have come; this is called every second, in which both kernels ask."""
+        answered = (1 - self.loss) ** 2
+        if not self.is_lost(self.loss * (1 - answered)):
+            self._segments += 1
+        return self._segments
 
     # What the kernel does
 
@@ -298,6 +306,28 @@ class Socket(Descriptor):
     def cut(self) -> None:
         """Membership, after a while, that nothing passes any more."""
         self.world.at(self.world.now + self._dead_link + self.world.random.random(), self._break)
+
+
+class Attempts:
+    """Attempts to connect to the host of a connection's other end once more."""
+
+    def __init__(self) -> None:
+        self._sock: Socket | None = None
+
+    def begin(self, sock: Socket) -> None:
+        """Begin another."""
+        self._sock = sock
+
+    def are_answered(self) -> bool:
+        """Return whether the host has answered; this is called every second, in which the kernel tries once."""
+        if self._sock is None:
+            return False
+        answered = (1 - self._sock.loss) ** 2
+        return not self._sock.is_lost(1 - answered)
+
+    def close(self) -> None:
+        """Give them up."""
+        self._sock = None
 
 
 def pair(world: World, one: Process, other: Process) -> tuple[Socket, Socket]:

@@ -18,7 +18,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
-from network import Network, Selector, Socket, pair
+from network import Attempts, Network, Selector, Socket, pair
 from store import PrefixStore, Server, Store
 from world import Killed, Process, Task, World
 
@@ -383,6 +383,8 @@ def put_in_place() -> None:
     thread.send_exit_code = _send_exit_code
     thread._log = lambda *_: None
     connections.keep_alive = Socket.keep_alive
+    connections.segments_received = Socket.segments_received
+    connections.Attempts = Attempts
     session.os = _os
     for kind in (thread.WatchThread, regrouping._Heartbeat, regrouping.Admission):
         kind.start, kind.join, kind.is_alive = _start, _Thread.join, _Thread.is_alive

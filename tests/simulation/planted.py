@@ -9,6 +9,7 @@ from ddpkit.join import rendezvous as generation
 from ddpkit.join import waits as store_barrier
 from ddpkit.survival import regrouping
 from ddpkit.survival import states as kept_states
+from ddpkit.watch import connections as monitor_connections
 from ddpkit.watch import stop_agreement
 
 
@@ -98,6 +99,11 @@ def take_each_notice_for_an_old_one() -> None:
     failures.JobContinues.is_out_of_date = property(lambda self: True)
 
 
+def end_a_connection_that_is_silent_for_a_moment() -> None:
+    """Three seconds without a segment end a connection. It was so for three lost questions of keep-alive."""
+    monitor_connections._SILENT = 3
+
+
 # each with the scenario in which it shows
 PLANTED = {
     "give_up_a_start_that_is_over": "joining",
@@ -109,6 +115,7 @@ PLANTED = {
     "keep_states_that_others_have_not": "surviving",
     "let_the_host_of_the_store_leave_first": "meeting",
     "take_each_notice_for_an_old_one": "returning",
+    "end_a_connection_that_is_silent_for_a_moment": "losing",
 }
 
 

@@ -186,7 +186,7 @@ def losing(world: World) -> list[str]:
     draw = world.random
     size = draw.randint(2, 4)
     start = Start(world, size, Server(world, None))
-    lose(draw.choice([0.01, 0.1]))
+    lose(draw.choice([0.01, 0.1, 0.3]))
     fault = draw.choice(["", "killed", "cut"])
     heard: list[float] = []
 

@@ -300,14 +300,14 @@ def keep_talking(address: str, rank: int, seconds: float) -> None:
         if begun and now > begun + seconds:
             begun = 0.0
             print(f"{len(ended)} ended, heard {'enough' if heard > PAIRS else heard}", flush=True)
-    print(f"{len(ended)} ended at {time.time()}", flush=True)
+    print(f"{sum(event.silent for event in ended)} silent at {time.time()}", flush=True)
     os._exit(0)
 
 
 @pytest.mark.storm
 @needs("ip", nodes=True)
 @pytest.mark.skipif(not os.path.exists("/dev/net/tun"), reason="needs /dev/net/tun")
-@pytest.mark.parametrize(("loss", "delay"), [(0.05, 0.02), (0.05, 0.1), (0.1, 0.25)])
+@pytest.mark.parametrize(("loss", "delay"), [(0.3, 0.02), (0.3, 0.1), (0.1, 0.25)])
 def test_a_link_that_loses_much_ends_no_connection_and_a_cut_one_ends_all(
     loss: float, delay: float, tmp_path: Path
 ) -> None:
@@ -333,8 +333,8 @@ def test_a_link_that_loses_much_ends_no_connection_and_a_cut_one_ends_all(
     for rank in (0, 1):
         before, _, after = read(tmp_path, rank).partition("\n")
         assert before == "0 ended, heard enough", rank
-        assert after.startswith(f"{PAIRS} ended at "), after
-        assert 9 < float(after.split()[-1]) - moments[0] < 20
+        assert after.startswith(f"{PAIRS} silent at "), after
+        assert 7 < float(after.split()[-1]) - moments[0] < 15
 
 
 def read(folder: Path, rank: int) -> str:
