@@ -33,7 +33,7 @@ _PYTHON = os.path.dirname(os.__file__)
 _LIBRARIES = tuple(path + os.sep for path in (_PACKAGE, os.path.dirname(torch.__file__)))
 _WRAPPERS = {"wrapper", "decorate_context", "_fn", "_call_impl", "_wrapped_call_impl"}  # torch's, around what is meant
 _MOST_FRAMES = 60  # of a stack that are told, the innermost
-_PAUSE = 600.0  # seconds until another picture may be shown
+PAUSE = 600.0  # seconds until another picture may be shown
 _MOST_TOLD = 5  # numbers that say how far a script is
 _LONGEST = 300  # characters of a text that is told
 
@@ -137,7 +137,7 @@ class Picture:
     def begin(self, seconds: float) -> bool:
         """Return whether the ranks are to be asked now; their answers are waited for at most so long."""
         now = time.monotonic()
-        if now < self._begun_at + _PAUSE:
+        if now < self._begun_at + PAUSE:
             return False
         self._begun_at = now
         self._until = now + seconds

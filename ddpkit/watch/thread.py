@@ -40,7 +40,7 @@ from ..join.store import call_with_timeout
 from ..parsing import encode
 from .connections import Connections, Event
 from .main_thread import MainThread
-from .messages import Activity, Message, Picture, Steps, describe_main_thread
+from .messages import PAUSE, Activity, Message, Picture, Steps, describe_main_thread
 from .stop_agreement import StopAgreement, StopDecision, StopRequest
 
 log = logging.getLogger(__name__)
@@ -92,6 +92,8 @@ class WatchThread(threading.Thread):
         self._logged = False  # whether it has logged one
         self._picture = Picture(len(session.hosts))
         self._wants_picture = False
+        self._wanted_at = -PAUSE  # when this rank last wanted a picture
+        self._has_answered = threading.Event()
         self.stop_agreement = StopAgreement(len(session.hosts))
         self._has_requested = False  # whether this rank's request is on its way
         _all_connections().add(self._connections)
@@ -273,11 +275,14 @@ class WatchThread(threading.Thread):
 
     def show_ranks(self) -> None:
         """Let rank 0 log what all ranks are doing, because a wait of this one was too long; once in ten minutes."""
-        if self._failures.known is not None:
+        now = time.monotonic()
+        if self._failures.known is not None or now < self._wanted_at + PAUSE:
             return
+        self._wanted_at = now
+        self._has_answered.clear()
         self._wants_picture = True
         self._connections.wake()
-        time.sleep(_ANSWERS)  # in which this rank is still seen in its wait
+        self._has_answered.wait(_ANSWERS)  # until then this rank is still in its wait
 
     def _on_question(self, sender: int | None) -> None:
         """Pass on the question what the ranks are doing; rank 0 answers one from below by a picture in its log."""
@@ -293,6 +298,8 @@ class WatchThread(threading.Thread):
             session = self._session
             seconds = time.monotonic() - session.acted_at
             self._on_activity(describe_main_thread(session.rank, session.told, seconds))
+        if session.rank > 0:
+            self._has_answered.set()
 
     def _on_activity(self, activity: Activity) -> None:
         """Pass on what a rank is doing: rank 0 to those who have asked, and into the picture."""
@@ -310,6 +317,8 @@ class WatchThread(threading.Thread):
             self._connections.post_up(_line(asks=True))
         elif wants and self._picture.begin(_ANSWERS):
             self._ask()
+        elif wants:
+            self._has_answered.set()
         self._show_picture()
 
     def _show_picture(self, at_once: bool = False) -> None:
@@ -318,6 +327,7 @@ class WatchThread(threading.Thread):
             lines = self._picture.take(at_once)
             if lines:
                 _log(logging.ERROR, "\n".join(["A wait took too long. What the ranks are doing:", *lines]))
+                self._has_answered.set()
 
     # At which step all stop
 

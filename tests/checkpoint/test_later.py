@@ -404,13 +404,14 @@ def delete_the_folder(folder: str, moment: str) -> str:
         end(file)
 
     end = SummedFile.end
-    if moment == "while it is written":
-        SummedFile.end = delete_in_the_middle  # type: ignore[method-assign]
-    with slow_disk():
-        checkpoints.save(1, fill=torch.full((100_000,), 1), wait=False)
-        if moment == "before it is complete":
-            delete()
-    return message_of(checkpoints.wait)
+    with pytest.MonkeyPatch.context() as patch:
+        if moment == "while it is written":
+            patch.setattr(SummedFile, "end", delete_in_the_middle)
+        with slow_disk():
+            checkpoints.save(1, fill=torch.full((100_000,), 1), wait=False)
+            if moment == "before it is complete":
+                delete()
+        return message_of(checkpoints.wait)
 
 
 @pytest.mark.parametrize("nprocs", [1, 2, 3])

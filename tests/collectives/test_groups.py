@@ -27,7 +27,7 @@ def raised(call: Any, *args: Any, **kwargs: Any) -> str:
 
 
 def meet_in_groups() -> list[Any]:
-    """Ranks 0 and 2 meet again and again, in vain and with bad names, while rank 1 has no part in it."""
+    """Ranks 0 and 2 meet again and again, once in vain, while rank 1 has no part in it."""
     rank = ddpkit.get_rank()
     pair = dist.new_group([2, 0])  # torch sorts them
     found = []
@@ -37,7 +37,6 @@ def meet_in_groups() -> list[Any]:
         for _ in range(3):
             ddpkit.barrier(group=pair)
         ddpkit.barrier("own", group=pair)
-        found.append(raised(ddpkit.barrier, "" if rank == 2 else "good", group=pair))
         ddpkit.barrier("good", group=pair)
         if rank == 0:
             found.append(raised(ddpkit.barrier, "in vain", A_SECOND, group=pair))
@@ -54,12 +53,10 @@ def test_a_barrier_of_some_ranks_waits_for_these_only() -> None:
     first, second, third = on_ranks(meet_in_groups, 3)
     assert second[0].startswith("ValueError: Rank 1 is not in group=")
     assert second[1] == "TypeError: group must be a process group, or a mesh of one dimension, got int."
-    assert "PeerError: rank 2" in first[0] and "name must have 1 to 1000 characters, got 0" in first[0]
-    assert third[0].startswith("ValueError: name must have")
-    for text in (first[1], third[1]):
+    for text in (first[0], third[0]):
         assert "BarrierTimeoutError: barrier 'in vain' of ranks 0, 2: 1 of 2 ranks did not arrive within 1 s" in text
         assert "rank 1" not in text
-    assert "This is rank 2, which came too late" in third[1]
+    assert "This is rank 2, which came too late" in third[0]
 
 
 def meet_in_a_mesh() -> list[Any]:
