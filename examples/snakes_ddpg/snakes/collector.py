@@ -17,6 +17,7 @@ from .policy import explore
 from .replay import Replay
 
 TEAM = 0  # the side that learns; what it sees does not depend on the side
+NOBODY = np.iinfo(np.int64).max  # an opponent's number that no player has
 
 
 class Collector:
@@ -50,7 +51,7 @@ class Collector:
         self.game.boards.times[:] = np.array(boards) * episode_length // total
         self.replay = Replay(transitions // (3 * len(boards)), len(boards))
         self._whole = self.game.boards.times == 0
-        self._opponents = np.zeros(len(boards), np.int64)
+        self._opponents = np.full(len(boards), NOBODY)
         self._by_team = reward == "team"
         self._actions = np.zeros((len(boards), SNAKES), np.uint8)
 
@@ -71,10 +72,10 @@ class Collector:
         """
         game = self.game
         replay = self.replay
-        without = self._opponents >= len(players)  # where the players have changed in the middle of an episode
-        if replay.count == 0:
-            without = np.ones_like(game.done)
-        choose(game.boards, without, np.cumsum(shares), self._opponents)
+        limits = np.cumsum(shares)
+        without = self._opponents >= len(players)  # at first, and where the players have changed in mid-episode
+        if without.any():
+            choose(game.boards, without, limits, self._opponents)
         device = next(actor.parameters()).device
         at = replay.next()
         observe(game.boards, TEAM, replay.seen[at])
@@ -85,7 +86,7 @@ class Collector:
         over = game.done.copy()  # at the moment before: these boards show their end now, and start anew
         game.step(self._actions)
         game.reset(over)
-        choose(game.boards, over, np.cumsum(shares), self._opponents)
+        choose(game.boards, over, limits, self._opponents)
         game.done[over] = False
         game.died[over] = False
         replay.moved[at] = ~over
