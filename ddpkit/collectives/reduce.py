@@ -57,7 +57,7 @@ def reduce_tree(value: Any, op: str, weight: Any, check: bool, peers: Peers | No
     if world_size > 1:
         is_one_tensor = isinstance(described.parts[0], Leaf) and described.parts[0].dtype is not None
         is_checked = check or weight is not None or not is_one_tensor
-        results = _reduce(leaves, plan, op, weight, is_checked, peers)
+        results = _reduce(leaves, plan, op, weight, is_checked, world_size, peers)
     elif weight == 0:
         raise _no_weight()
     else:
@@ -116,7 +116,13 @@ def _reduce_alone(leaf: Any, op: str) -> Any:
 
 
 def _reduce(
-    leaves: list[Any], plan: _Plan, op: str, weight: float | None, is_checked: bool, peers: Peers | None
+    leaves: list[Any],
+    plan: _Plan,
+    op: str,
+    weight: float | None,
+    is_checked: bool,
+    world_size: int,
+    peers: Peers | None,
 ) -> list[Any]:
     """Reduce leaves over several ranks. Collective."""
     inline = plan.inline if is_checked else 0
@@ -124,7 +130,7 @@ def _reduce(
     if weight is not None:
         factor = weight
     elif op == "mean":
-        factor, divisor = normalise(joined_world_size(peers))
+        factor, divisor = normalise(world_size)
     owned = [[leaves[i] for i in group.members] for group in plan.groups]
     buffers = []
     for i, (group, own) in enumerate(zip(plan.groups, owned, strict=True)):
