@@ -24,21 +24,22 @@ _STRANGER, _RANK = 2.0, 20.0  # seconds in which the job must begin: rank 0 may 
 
 def tell_peers(error: Exception, origin: Origin) -> None:
     """Tell the ranks that may wait for this process why it does not join them."""
-    who, launch = "A process", None
+    launch = job = None  # `job` if others may wait in it
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     with suppress(LaunchError):  # the hints contradict each other
         launch = origin.launch or detect_launch(os.environ)
         address, port = launch.master_addr, str(launch.master_port)
     if launch is not None and launch.world_size > 1:
-        who = f"Rank {launch.rank}"
+        job = launch
+    who = f"Rank {job.rank}" if job else "A process"
     reason = f"{who} on {socket.gethostname()} could not join: {error}"
-    if launch is not None and launch.world_size > 1 and launch.rank == 0:
-        _refuse_as_rank_0(launch, origin.store, reason)
+    if job is not None and job.rank == 0:
+        _refuse_as_rank_0(job, origin.store, reason)
     elif launch is not None and origin.store is not None:
         with suppress(RuntimeError):
             _refuse_latest(origin.store, reason, time.monotonic() + _RANK, is_rank=True)
     elif address and port.isdecimal():
-        refuse_job(address, int(port), reason, is_rank=who != "A process")
+        refuse_job(address, int(port), reason, is_rank=job is not None)
 
 
 def _refuse_as_rank_0(launch: Launch, store: dist.Store | None, reason: str) -> None:
