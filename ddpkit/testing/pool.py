@@ -156,6 +156,8 @@ class _Pool:
                 return False
             for rank in ready:
                 rank.receive()
+        for rank in wait_for_messages(self._ranks, time.monotonic()):
+            rank.receive()  # its death since
         leftovers = [rank.leftovers for rank in self._ranks if rank.leftovers]
         joined = {each.joined for each in leftovers}
         if joined != {True}:

@@ -572,6 +572,7 @@ def test_a(rank):
 
 def test_b():
     pids = [int((HERE / f"pid{rank}").read_text()) for rank in range(3)]
+    time.sleep(DELAY)
     os.kill(pids[1], signal.SIGKILL)
     while any(os.path.exists(f"/proc/{pid}/exe") for pid in pids):  # the others end as well
         time.sleep(0.05)
@@ -583,10 +584,12 @@ def test_c(rank):
 """
 
 
+@pytest.mark.parametrize("delay", [0, 1])  # while it cleans up, and afterwards
 def test_ranks_of_which_one_is_killed_between_tests_are_replaced_in_silence(
-    pytester: pytest.Pytester, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    delay: int, pytester: pytest.Pytester, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    outcomes, text = run(pytester, f"import pathlib\nHERE = pathlib.Path({str(tmp_path)!r})\n" + KILLED)
+    header = f"import pathlib\nHERE, DELAY = pathlib.Path({str(tmp_path)!r}), {delay}\n"
+    outcomes, text = run(pytester, header + KILLED)
     assert len(outcomes) == 3 and {*outcomes.values()} == {"PASSED"}, text
     said = capfd.readouterr()
     assert "Error" not in said.out + said.err and "ERROR" not in said.out + said.err, said
