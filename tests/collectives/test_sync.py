@@ -132,9 +132,11 @@ def wait_elsewhere() -> Any:
 
 
 def test_a_rank_that_waits_elsewhere_is_named_with_its_place() -> None:
-    (zero, _), (one, _) = on_ranks(wait_elsewhere, 2)
-    assert "barrier 'other': 1 of 2 ranks" in zero and re.search("Rank 1 (waits in|has given up) barrier 'one'", zero)
-    assert "barrier 'one': 1 of 2 ranks" in one and re.search("Rank 0 (waits in|has given up) barrier 'other'", one)
+    (zero, _), (one, _) = on_ranks(wait_elsewhere, 2)  # the quicker one may be in the last barrier by then
+    assert "barrier 'other': 1 of 2 ranks" in zero
+    assert re.search("Rank 1 (waits in barrier( 'one')? instead|has given up barrier 'one')", zero)
+    assert "barrier 'one': 1 of 2 ranks" in one
+    assert re.search("Rank 0 (waits in barrier( 'other')? instead|has given up barrier 'other')", one)
 
 
 def wait_in_vain_and_then_compute() -> str:

@@ -30,7 +30,6 @@ DTYPES = [
     torch.int64,
     torch.uint16,
     torch.uint32,
-    torch.uint64,
 ]
 OPS = ("mean", "sum", "min", "max")
 FEW, MANY = 7, 3000  # elements that travel with the check, and after it

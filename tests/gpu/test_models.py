@@ -99,28 +99,6 @@ def test_sync_batchnorm_takes_statistics_of_all_ranks_over_nccl() -> None:
     assert found == [on_one_process(normalise=True)] * len(found)
 
 
-def wrap_each_dtype() -> dict[str, str]:
-    """Wrap models with a buffer of each dtype; return the error for each that is refused."""
-    refused = {}
-    for dtype in (torch.bool, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.complex64):
-        net = make_net()
-        net.register_buffer("seen", torch.ones(3).to(dtype))
-        try:
-            ddpkit.wrap_model(net, "ddp")
-        except ValueError as error:
-            refused[str(dtype)] = str(error)
-    return refused
-
-
-@pytest.mark.parametrize("nprocs", [1, 2])
-def test_a_buffer_that_the_backend_cannot_send_is_named(nprocs: int, device: str, record_property: Any) -> None:
-    first, *others = on_one_device(wrap_each_dtype, nprocs, device)
-    assert all("seen" in error for error in first.values())
-    assert all(other == first for other in others)
-    assert not first.keys() & {"torch.int64", "torch.float16", "torch.bfloat16"}
-    record_property("measured", f"refused: {', '.join(first) or 'none'}")
-
-
 def contrast(net: nn.Module, inputs: Tensor) -> Tensor:
     """Compute the loss of all ranks' samples, each compared with all others."""
     features = ddpkit.gather_batch(net(inputs))
