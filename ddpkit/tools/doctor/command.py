@@ -149,7 +149,6 @@ def _check_here(report: Report, checks_ports: bool) -> None:
         report.attempt("ports", checks.ports, launch.master_port if launch else None, checks_ports)
     report.attempt("shm", checks.shared_memory)
     report.attempt("cores", checks.cores)
-    report.attempt("open files", checks.open_files)
 
 
 def _check_machine(report: Report, args: argparse.Namespace) -> None:
