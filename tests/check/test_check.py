@@ -22,10 +22,9 @@ import pytest
 from processes import CLEAN, free_port, platform_env, run
 
 from ddpkit.tools import cli
+from ddpkit.tools.check import samples
 from ddpkit.tools.check.command import find_all
-from ddpkit.tools.check.findings import samples
-from ddpkit.tools.check.findings.facts import Facts
-from ddpkit.tools.check.watch import Order
+from ddpkit.tools.check.facts import Facts, Order
 
 HERE = Path(__file__).parent
 LATE = 600.0  # seconds in which a check of a tiny script ends on any machine

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...recorder import Record
+from ..recorder import Record
 from .facts import Facts, Finding, all_equal, in_function_of, say_ranks
 
 _EXACT = 1e-3  # relative difference of numbers that are meant to be equal

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-from ...recorder import Record
-from ..source import Place, is_shared_out
+from ..recorder import Record
 from .facts import Facts, Finding, all_equal, place, say_ranks
+from .source import Place, is_shared_out
 
 _CLOSE = 0.1  # share of a stream's samples that may be left out, as broken ones, or come again
 _COMPARED = 3  # batches or steps that must be equal on all ranks, if there are as many

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
-from ...recorder import Record
-from ..source import rank_condition
+from ..recorder import Record
 from .facts import Facts, Finding, all_equal, in_function_of, place, places, say_ranks
+from .source import rank_condition
 
 _SOME_STEPS = 3  # after which a parameter without a gradient gets none
 _ROUNDING = 1e-4  # relative difference of gradients that sums in another order may have

@@ -7,9 +7,9 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from ...recorder import Record
-from ..source import Loop, Place, is_inside, leaving_condition, loops_around, rank_condition, skipping_lines
+from ..recorder import Record
 from .facts import SCRIPT_END, Facts, Finding, Parting, all_equal, place, places, say_ranks
+from .source import Loop, Place, is_inside, leaving_condition, loops_around, rank_condition, skipping_lines
 
 
 def find(facts: Facts) -> Iterator[Finding]:
