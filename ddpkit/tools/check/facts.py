@@ -64,15 +64,24 @@ class Facts:
         return len(self.records)
 
     @property
+    def who(self) -> str:
+        """Name the ranks in a sentence."""
+        return say_ranks(self.ranks)
+
+    @property
+    def steps(self) -> list[list[Record]]:
+        """List the optimiser steps that all ranks have made, as a record of each rank."""
+        return [records for _, records in self.rows("step", "optimizer", "number")]
+
+    @property
     def training(self) -> set[str]:
         """Name the loaders from which a rank trains."""
-        return {record["loader"] for records in self.of("trains").values() for record in records}
+        return {record["loader"] for record in self.all("trains")}
 
     @property
     def deals_micro_batches(self) -> bool:
         """Return whether ranks take different numbers of micro-batches, whose gradients `exact_gradients` adds up."""
-        epochs = chain.from_iterable(self.of("epoch").values())
-        return any(record.get("sampler") == "MicroBatchSampler" for record in epochs)
+        return any(record.get("sampler") == "MicroBatchSampler" for record in self.all("epoch"))
 
     def finding(
         self,
@@ -93,6 +102,14 @@ class Facts:
         """Select the records of one kind, by rank."""
         return {rank: [r for r in self.records[rank] if r["kind"] == kind] for rank in self.ranks}
 
+    def all(self, kind: str) -> list[Record]:
+        """List the records of one kind, of all ranks."""
+        return list(chain.from_iterable(self.of(kind).values()))
+
+    def first(self, kind: str) -> list[Record]:
+        """List the records of one kind, of the first rank."""
+        return [record for record in self.records[self.ranks[0]] if record["kind"] == kind]
+
     def rows(self, kind: str, *keys: str) -> list[tuple[tuple[Any, ...], list[Record]]]:
         """Put records of the ranks side by side, by the values of some fields.
 
@@ -105,8 +122,8 @@ class Facts:
         first, *others = by_rank
         common = [values for values in first if all(values in other for other in others)]
         rows = [(values, [table[values] for table in by_rank]) for values in common]
-        if kind == "step" and any(self.of("join").values()):  # then ranks make other numbers of steps
-            rows = [row for row in rows if all_equal([record["position"] for record in row[1]])]
+        if kind == "step" and self.all("join"):  # then ranks make other numbers of steps
+            rows = [row for row in rows if agree(row[1], "position")]
         return rows
 
 
@@ -154,6 +171,11 @@ def all_equal(values: Sequence[Any]) -> bool:
     return all(value == values[0] for value in values)
 
 
+def agree(records: Sequence[Record], key: str) -> bool:
+    """Return whether a field is equal in all records."""
+    return all_equal([record[key] for record in records])
+
+
 def say_ranks(ranks: list[int]) -> str:
     """Name ranks.
 
@@ -180,7 +202,7 @@ OF_REPLICAS = frozenset(
 
 def hold_parts(facts: Facts) -> bool:
     """Return whether the network is spread over the ranks in stages: tensors go from rank to rank in training."""
-    if any(record["causes"] for record in chain.from_iterable(facts.of("step").values())):  # a DDP, of replicas
+    if any(record["causes"] for record in facts.all("step")):  # a DDP, of replicas
         return False
     sending = [records for records in facts.of("point to point").values() if any(r["step"] for r in records)]
     return len(sending) > 1
@@ -341,7 +363,7 @@ class Watch:
         made = [_steps(rank) for rank in self._ranks.all]
         steps = min(filter(None, made), default=0)
         trouble, details = self._describe_trouble(hanging, steps)
-        failed = {r["name"]: r["error"] for records in facts.of("observer failed").values() for r in records}
+        failed = {record["name"]: record["error"] for record in facts.all("observer failed")}
         return Outcome(facts, steps, trouble, details, seconds, failed)
 
     def _describe_trouble(self, hanging: bool, steps: int) -> tuple[str, list[str]]:
