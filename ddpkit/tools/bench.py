@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 import re
 import sys
@@ -23,12 +22,12 @@ from .. import Context, LaunchError, PeerError, __version__, all_reduce, detect_
 from ..job.device import count_accelerators
 from ..job.job import checked_device
 from ..join.members import usable_cores
-from .terminal import announce, count, table
+from .terminal import announce, checked_by, count, positive, positive_seconds, table
 
 SCHEMA = 2  # of the JSON object; raised when a key changes its meaning or goes away
 PARTS = ("collectives", "steps")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
-_SIZES = ["1K", "64K", "1M", "16M"]
+_SIZES = [1 << 10, 1 << 16, 1 << 20, 1 << 24]
 _UNITS = {"GiB": 30, "MiB": 20, "KiB": 10, "B": 0}  # the power of two
 _TIMES = {"s": 1, "ms": 1e3, "us": 1e6}  # in a second
 _ROUNDS = 8
@@ -41,13 +40,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add = parser.add_argument
     default_device = "an accelerator for each rank by default, if there are any"
-    add("--ranks", type=int, nargs="+", metavar="N", help="to start, one job each (1 2 4 8)")
+    add("--ranks", type=positive, nargs="+", metavar="N", help="to start, one job each (1 2 4 8)")
     add("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=" or ".join(PARTS))
-    add("--batch-size", type=int, default=64, metavar="N", help="samples per step, per rank (64)")
-    add("--sizes", nargs="+", default=_SIZES, metavar="SIZE", help="bytes in collectives, e.g. 16M")
-    add("--seconds", type=float, default=0.5, metavar="S", help="per measurement, about (0.5)")
-    add("--device", help=f'e.g. "cpu"; {default_device}')
+    add("--batch-size", type=positive, default=64, metavar="N", help="samples per step, per rank (64)")
+    add("--sizes", type=_bytes, nargs="+", default=_SIZES, metavar="SIZE", help="bytes in collectives, e.g. 16M")
+    add("--seconds", type=positive_seconds, default=0.5, metavar="S", help="per measurement, about (0.5)")
+    add("--device", type=checked_by(checked_device), help=f'e.g. "cpu"; {default_device}')
     add("--json", action="store_true", help="print one JSON object instead of tables")
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"([1-9]\d*)([KMG]?)(?:i?B)?", text, re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text} is no size; write bytes, or 64K, 16M, 1G")
+    return int(match[1]) << _UNITS[f"{match[2].upper()}iB" if match[2] else "B"]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,19 +66,18 @@ def run(args: argparse.Namespace) -> int:
     try:
         launch = detect_launch()
         rank = launch.rank
-        plan = _plan(args)
         if launch.kind == "single":
-            outcomes = [_spawn(ranks, plan) for ranks in _jobs(args, plan)]
+            outcomes = [_spawn(ranks, args) for ranks in _jobs(args)]
         elif args.ranks:
             raise BadFlag("--ranks starts ranks, but a launcher has started these already: leave it out.")
         else:
-            outcomes = [measure(plan)]
+            outcomes = [measure(args)]
     except (BadFlag, LaunchError, _RankFailed) as error:
         if rank == 0:
             print(f"python -m ddpkit bench: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, BadFlag) else 1
     if rank == 0:
-        report = make_report(plan, outcomes)
+        report = make_report(args.batch_size, outcomes)
         print(json.dumps(report, indent=2) if args.json else text(report))
     return 0
 
@@ -85,55 +90,12 @@ class _RankFailed(Exception):
     """A rank that bench started raised an exception."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The settings of a measurement.
-
-    Attributes:
-        parts: Some of `PARTS`.
-        sizes: Bytes of the collectives' tensors.
-        batch_size: Samples per step, per rank.
-        seconds: Per measurement.
-        device: As `setup()` takes it.
-    """
-
-    parts: tuple[str, ...]
-    sizes: tuple[int, ...]
-    batch_size: int
-    seconds: float
-    device: str | None
-
-
-def _plan(args: argparse.Namespace) -> Plan:
-    """Check the flags that every job needs."""
-    for name in ("batch_size", "seconds"):
-        value = getattr(args, name)
-        if not 0 < value < math.inf:
-            raise BadFlag(f"--{name.replace('_', '-')} {value}: must be positive and finite.")
-    try:
-        checked_device(args.device)  # setup() checks on every rank that it has one
-    except ValueError as error:
-        raise BadFlag(f"--device {args.device}: {error}") from None
-    parts = tuple(part for part in PARTS if part in args.only)
-    sizes = tuple(sorted({_parse_size(size) for size in args.sizes}))
-    return Plan(parts, sizes, args.batch_size, args.seconds, args.device)
-
-
-def _parse_size(text: str) -> int:
-    match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text, re.IGNORECASE)
-    if not match or int(match[1]) == 0:
-        raise BadFlag(f"--sizes {text}: not a size; write bytes, or 64K, 16M, 1G.")
-    return int(match[1]) << _UNITS[f"{match[2].upper()}iB" if match[2] else "B"]
-
-
-def _jobs(args: argparse.Namespace, plan: Plan) -> list[int]:
+def _jobs(args: argparse.Namespace) -> list[int]:
     """List the numbers of ranks of the jobs to start."""
-    device = checked_device(plan.device)
+    device = checked_device(args.device)
     gpus = count_accelerators() if device is None or device.type != "cpu" else 0
     ranks = sorted(set(args.ranks or default_ranks(gpus, len(usable_cores()))))
-    if ranks[0] < 1:
-        raise BadFlag(f"--ranks {ranks[0]}: a job has at least 1 rank.")
-    if "steps" in plan.parts:
+    if "steps" in args.only:
         return ranks
     if ranks == [1]:
         raise BadFlag("--ranks 1: collectives: only with 2 ranks or more.")
@@ -153,9 +115,9 @@ def default_ranks(gpus: int, cores: int) -> list[int]:
     return sorted(powers | {gpus or 1})
 
 
-def _spawn(ranks: int, plan: Plan) -> Row:
+def _spawn(ranks: int, args: argparse.Namespace) -> Row:
     try:
-        outcomes = spawn(measure, ranks, plan, timeout=timedelta(days=1))
+        outcomes = spawn(measure, ranks, args, timeout=timedelta(days=1))
     except Exception as error:
         cause = error.__cause__
         raise _RankFailed(cause if isinstance(cause, PeerError) else error) from error
@@ -251,23 +213,23 @@ class _Timer:
 # Make the calls: torch's collectives, and training steps of two models.
 
 
-def measure(plan: Plan) -> Row:
+def measure(args: argparse.Namespace) -> Row:
     """Join the job and measure. Collective.
 
     Args:
-        plan: The same on every rank.
+        args: The flags, the same on every rank.
 
     Returns:
         "results": for each measurement its labels with its "times"; and facts of the job.
     """
-    with distributed(device=plan.device, num_threads=1) as job:
-        cases = list(_cases(plan, job))
+    with distributed(device=args.device, num_threads=1) as job:
+        cases = list(_cases(args, job))
 
         def say(step: str) -> None:
             if job.rank == 0:
                 announce(f"{count(job.world_size, 'rank')}: {step}")
 
-        times = time_cases(cases, plan.seconds, job.device, say)
+        times = time_cases(cases, args.seconds, job.device, say)
         results = [case.labels | {"times": taken} for case, taken in zip(cases, times, strict=True)]
         device = "cpu"
         if job.device.type != device:
@@ -276,14 +238,14 @@ def measure(plan: Plan) -> Row:
         return {"results": results, **facts, "launcher": job.launcher, "backend": job.backend}
 
 
-def _cases(plan: Plan, job: Context) -> Iterator[Case]:
-    """Make all that the plan asks for; one rank has nobody to talk to."""
-    if job.world_size > 1 and "collectives" in plan.parts:
-        for size in plan.sizes:
+def _cases(args: argparse.Namespace, job: Context) -> Iterator[Case]:
+    """Make all that is asked for; one rank has nobody to talk to."""
+    if job.world_size > 1 and "collectives" in args.only:
+        for size in sorted(set(args.sizes)):
             yield from _collectives(size, job)
-    if "steps" in plan.parts:
+    if "steps" in args.only:
         for name in MODELS:
-            yield from _steps(name, plan.batch_size, job)
+            yield from _steps(name, args.batch_size, job)
 
 
 def _collectives(size: int, job: Context) -> Iterator[Case]:
@@ -355,7 +317,7 @@ def _steps(name: str, batch_size: int, job: Context) -> Iterator[Case]:
 # Make a report: one dictionary that is printed as JSON or as tables.
 
 
-def make_report(plan: Plan, outcomes: list[Row]) -> Row:
+def make_report(batch_size: int, outcomes: list[Row]) -> Row:
     """Make the report of `measure`'s outcomes, one for each job; docs/guide/bench.md describes its keys."""
     results = [_result(result) for outcome in outcomes for result in outcome["results"]]
     ranks = [outcome["ranks"] for outcome in outcomes]
@@ -368,9 +330,9 @@ def make_report(plan: Plan, outcomes: list[Row]) -> Row:
         "cores": len(usable_cores()),
         "threads_per_rank": 1,
         "ranks": ranks,
-        "batch_size": plan.batch_size,
+        "batch_size": batch_size,
         "results": results,
-        "notes": list(_notes(plan, ranks, results)),
+        "notes": list(_notes(results)),
     }
 
 
@@ -415,11 +377,9 @@ def bandwidths(collective: str, ranks: int, size: int, seconds: float) -> dict[s
     return {"algbw": algbw, "busbw": algbw * passes * (ranks - 1) / ranks}
 
 
-def _notes(plan: Plan, ranks: list[int], results: list[Row]) -> Iterator[str]:
-    """Explain gaps and doubts in the figures."""
+def _notes(results: list[Row]) -> Iterator[str]:
+    """Explain doubts in the figures."""
     yield "One CPU thread per rank. Times are those of the slowest rank."
-    if ranks[0] == 1 and "collectives" in plan.parts:
-        yield "Collectives are not measured on 1 rank, which has nobody to talk to."
     busy = sum(_spread(result) > _BUSY for result in results)
     if busy:
         some = f"{busy} of {len(results)} measurements vary by more than +-{_BUSY:.0%}"

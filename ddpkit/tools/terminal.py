@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 _COLOURS = {"red": 31, "green": 32, "yellow": 33, "bold": 1, "dim": 2}
@@ -77,6 +77,26 @@ def count(number: int, noun: str) -> str:
 def announce(step: str) -> None:
     """Tell the person which step begins now, on stderr."""
     print(f"{step} ...", file=sys.stderr, flush=True)
+
+
+def positive(text: str) -> int:
+    """Read a flag that is a positive number."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def checked_by(check: Callable[[str], object]) -> Callable[[str], str]:
+    """Make a type of flags from a check that raises ValueError."""
+
+    def convert(text: str) -> str:
+        try:
+            check(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return text
+
+    return convert
 
 
 def positive_seconds(text: str) -> float:
