@@ -22,7 +22,7 @@ from .. import Context, LaunchError, PeerError, __version__, all_reduce, detect_
 from ..job.device import count_accelerators
 from ..job.job import checked_device
 from ..join.members import usable_cores
-from .terminal import announce, checked_by, count, positive, positive_seconds, table
+from .cli import announce, checked_by, count, positive, positive_seconds, table
 
 SCHEMA = 2  # of the JSON object; raised when a key changes its meaning or goes away
 PARTS = ("collectives", "steps")

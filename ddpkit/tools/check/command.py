@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from ... import LaunchError, detect_launch
+from ..cli import columns, count, paint, wrap
 from ..ranks import Ranks, Script, describe, exit_when_terminated, run_script, use_gloo_without_gpus
 from ..recorder import Recorder
-from ..terminal import columns, count, paint, wrap
 from . import gradients, losses, order, samples
 from .collectives import Collectives, Files
 from .facts import OF_REPLICAS, SEVERITIES, Facts, Finding, Outcome, Watch, hold_parts

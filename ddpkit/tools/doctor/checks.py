@@ -24,7 +24,7 @@ from ...job.device import MASKS, choose_device, default_backend
 from ...job.lifecycle import check_torch
 from ...join.members import usable_cores
 from ...join.sockets import LOOPBACKS
-from ..terminal import count, table
+from ..cli import count, table
 from .report import Check, installed
 
 _GIB = 1 << 30

@@ -25,7 +25,7 @@ from ...job.joining import offer_store
 from ...join.store import find_master, open_store, store_outlives_ranks
 from ...launch.launch import MPI_AND_SLURM
 from ...launch.process_tree import unnested_launch
-from ..terminal import checked_by, count, positive_seconds
+from ..cli import checked_by, count, positive_seconds
 from . import checks
 from .report import MARK, Check, Report, print_report, worst
 

@@ -14,8 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ..cli import announce, count, paint
 from ..ranks import Script, exit_when_terminated
-from ..terminal import announce, count, paint
 from .rank import KINDS
 from .runs import FOLDER, Options, Run
 from .trials import Difference, Rehearsal, Trial, UnfitScriptError

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...collectives.tree import flat_bytes
-from ..terminal import count
+from ..cli import count
 from .rank import Start, plan_trial
 from .runs import Options, Reference, Run, run_once
 
