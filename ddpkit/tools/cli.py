@@ -43,8 +43,8 @@ _TOOLS = {
         "troubleshooting",
     ),
     "bench": _Tool(
-        "measures collectives and training steps, here or in a job",
-        "python -m ddpkit bench --only collectives",
+        "measures collectives, here or in a job",
+        "python -m ddpkit bench --ranks 2 4",
         "bench",
     ),
 }
