@@ -26,7 +26,7 @@ from processes import CLEAN, ROOT, TORCHRUN, free_port, platform_env, run
 import ddpkit
 from ddpkit import LaunchError, detect_launch
 from ddpkit.tools import cli
-from ddpkit.tools.doctor import checks
+from ddpkit.tools.doctor import checks, command
 from ddpkit.tools.doctor.checks import roll_call, same_versions
 from ddpkit.tools.doctor.command import read_launch
 from ddpkit.tools.doctor.report import MARK, Check, Report, merge, print_report, read_results, render, worst
@@ -55,8 +55,14 @@ def start(*flags: str, on: Sequence[str] = (), **env: str) -> subprocess.Popen[s
     return popen([*on, sys.executable, "-m", "ddpkit", "doctor", *flags], subprocess.DEVNULL, env)
 
 
+def meet(*args: Any, **kwargs: Any) -> list[list[Check]]:
+    """Stand for the two processes that meet, where they are not what is tested."""
+    return [[Check("mean", "ok", "right"), Check("latency", "ok", "quick")]]
+
+
 def examine(folder: str, flags: Sequence[str]) -> None:
     """Do what `python -m ddpkit doctor` does, in a process that has imported torch."""
+    command.spawn = meet  # type: ignore[assignment]
     errors = os.open(f"{folder}/{os.getpid()}", os.O_WRONLY | os.O_CREAT)
     os.dup2(errors, 2)
     os.close(errors)
@@ -279,10 +285,10 @@ def test_a_rank_that_does_not_come_is_named_when_the_time_is_up() -> None:
 
 def test_a_rank_that_does_not_come_is_named_beside_those_who_did() -> None:
     port = free_port()
-    first, third = at_once("--json", "--timeout", "30", envs=[platform_env(rank, 3, port) for rank in (0, 2)])
+    first, third = at_once("--json", "--timeout", "10", envs=[platform_env(rank, 3, port) for rank in (0, 2)])
     out = first[1]
     assert (first[0], third[:2]) == (1, (1, ""))
-    assert "Rank 1 of 3 did not come within 30 s" in found(out)["join"]["found"]
+    assert "Rank 1 of 3 did not come within 10 s" in found(out)["join"]["found"]
     assert len(found(out)["launch"]["details"]) == 5  # rank 2 has told what it is
 
 
@@ -483,33 +489,34 @@ def test_an_encoding_without_a_letter_gets_its_number() -> None:
     assert process.returncode == 1 and "there is no B\\xfcro" in out
 
 
-STUCK = """
-import sys, time
-from ddpkit.tools import cli
-from ddpkit.tools.doctor import command
-
-def hang(report, args):
+def hang(report: Report, args: Any) -> None:
     report.begin("collective", "hanging")
     print("noise")
     time.sleep(200)
 
-command._BEYOND_TIMEOUT = 0.5
-command._check_machine = hang
-sys.exit(cli.main(["doctor", "--json", "--timeout", "0.5"]))
-"""
+
+def get_stuck() -> None:
+    command._BEYOND_TIMEOUT = 0.5
+    command._check_machine = hang
+    sys.exit(cli.main(["doctor", "--json", "--timeout", "0.5"]))
 
 
 def test_checks_that_never_end_are_reported_and_ended() -> None:
-    done = subprocess.run([sys.executable, "-c", STUCK], env=CLEAN, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 1 and failed(done.stdout) == ["collective"]
-    assert "did not finish within 1 s" in found(done.stdout)["collective"]["found"]
+    (ended,) = run(get_stuck, [{}], timeout=600)
+    out = ended.output[ended.output.index("{\n") :]
+    assert ended.code == 1 and failed(out) == ["collective"]
+    assert "did not finish within 1 s" in found(out)["collective"]["found"]
+
+
+def examine_for_nobody() -> None:
+    """As in `python -m ddpkit doctor | head -3`."""
+    command.spawn = meet  # type: ignore[assignment]
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+    os._exit(cli.main(["doctor", "--device", "cpu"]))
 
 
 def test_a_reader_that_has_read_enough_is_no_error() -> None:
-    """As in `python -m ddpkit doctor | head -3`."""
-    process = start("--device", "cpu")
-    assert process.stdout and process.stderr
-    process.stdout.close()
-    err = process.stderr.read()
-    process.stderr.close()
-    assert process.wait(timeout=600) == 141 and "Traceback" not in err and "BrokenPipe" not in err
+    (ended,) = run(examine_for_nobody, [{}], timeout=600)
+    assert ended.code == 141 and "Traceback" not in ended.output and "BrokenPipe" not in ended.output
