@@ -32,7 +32,6 @@ _NOT_FOR_RANKS = {
     "trace", "tx", "usepdb", "xmlpath",
 }
 # fmt: on
-_DEBUGGING = 24 * 3600.0  # seconds that a test may take while a person debugs
 _COVERAGE_SETTINGS = ("source", "branch", "omit", "include")
 
 
@@ -133,15 +132,12 @@ def _reports(item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.Tes
     marker: Any = item.get_closest_marker("ranks")
     usual = float(config.getini("ranks_timeout"))
     limit = float(marker.kwargs.get("timeout", usual))
-    post_mortem = bool(config.getoption("usepdb"))
-    if post_mortem or config.getoption("trace"):
-        usual = limit = _DEBUGGING
     name = re.sub(r"\W", "_", item.name)[:30]
     folder = _temporary(config).mktemp(f"{name}-ranks")
     fresh = marker.kwargs.get("fresh", False)
     following = None if fresh else _next_on_these_ranks(item, nextitem)
     task = Task(
-        RunTest(item.path, item.nodeid, folder, post_mortem, following),
+        RunTest(item.path, item.nodeid, folder, following),
         join=marker.kwargs.get("join", True),
         # one group serves all tests but the longest; joining takes long on a loaded machine
         timeout=max(limit, usual),

@@ -35,8 +35,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_load_initial_conftests(
     early_config: pytest.Config,
 ) -> Generator[None, object, object]:
-    """Copy the streams of this run before pytest captures them: ranks and debuggers use them."""
-    early_config.__dict__[_STREAMS] = [_copy_of(number) for number in range(3)]
+    """Copy stdout and stderr of this run before pytest captures them: the ranks use them."""
+    early_config.__dict__[_STREAMS] = [_copy_of(1), _copy_of(2)]
     return (yield)
 
 

@@ -209,9 +209,7 @@ class _Pool:
             ready = wait_for_messages(waiting, deadline)
             for rank in ready:
                 rank.receive()
-            if any(rank.debugging for rank in self._ranks):
-                deadline = time.monotonic() + timeout
-            elif not began and all(rank.began or rank.answer.is_known for rank in self._ranks):
+            if not began and all(rank.began or rank.answer.is_known for rank in self._ranks):
                 began = True
                 deadline = time.monotonic() + timeout
             if any(rank.answer.is_known and rank.answer.failed for rank in ready):
@@ -230,7 +228,6 @@ class _WarmRank(RankProcess):
     Attributes:
         answer: The outcome of the present task, as far as it is known.
         began: True once the test's own code runs.
-        debugging: True while a debugger wants or has the terminal.
         leftovers: The state after the task, None until this rank has cleaned up.
         late_reports: Reports of tests that had been reported before.
     """
@@ -240,7 +237,6 @@ class _WarmRank(RankProcess):
         self.process.name = f"warm rank {rank}"
         self.answer = Answer(rank)
         self.began = False
-        self.debugging = False
         self.leftovers: Leftovers | None = None
         self.late_reports: list[Any] = []
 
@@ -273,8 +269,6 @@ class _WarmRank(RankProcess):
             self.answer.warnings.append(value)
         elif kind == "began":
             self.began = True
-        elif kind == "debugging":
-            self.debugging = value
         elif kind == "done":
             self.answer.done = value
         elif kind == "leftovers":

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import os
-import pdb
 import queue
 import sys
 import threading
@@ -41,7 +39,7 @@ class RunOptions(NamedTuple):
         arguments: pytest's command line in the ranks.
         options: The values of pytest's options that the ranks take over.
         basetemp: Below it the ranks keep their own temporary folders.
-        streams: Copies of this process's standard streams; None for a closed one.
+        streams: Copies of this process's stdout and stderr; None for a closed one.
         coverage: Arguments for `coverage.Coverage` in a rank, None if coverage is not measured.
     """
 
@@ -59,14 +57,12 @@ class RunTest(NamedTuple):
         path: The file that holds the test.
         nodeid: pytest's name of the test.
         folder: Its `tmp_path`, on all ranks.
-        debug: Open the debugger where it fails.
         following: The name of the next test on these ranks, None if there is none.
     """
 
     path: Path
     nodeid: str
     folder: Path
-    debug: bool
     following: str | None
 
 
@@ -144,10 +140,9 @@ def main(connection: Connection, options: RunOptions, rank: int) -> None:
 
 def _take_streams(streams: list[Connection | None]) -> None:
     """Take the test process's own streams, in place of those of the process that forked this."""
-    for number, stream in enumerate(streams):
+    for number, stream in enumerate(streams, 1):
         source = os.open(os.devnull, os.O_RDWR) if stream is None else stream.fileno()
         os.dup2(source, number)
-    sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout = os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", closefd=False, buffering=1)
 
@@ -174,7 +169,6 @@ class RankPlugin:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._store_port: str | None = None  # of the store where the group that is kept was made
         self._group: object = None
-        self._terminal: int | None = None  # locked while this rank's debugger has the terminal
         self._session: Any = None
         self._items: dict[str, pytest.Item] = {}  # the tests that have been collected so far
         self._last: pytest.Item | None = None
@@ -182,7 +176,6 @@ class RankPlugin:
         self._problems: list[str] = []  # of collecting
         self._folder = Path()
         self._failing: BaseException | None = None
-        self._debug = False
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_configure(self, config: pytest.Config) -> None:
@@ -328,7 +321,6 @@ class RankPlugin:
 
     def _run_test(self, test: RunTest) -> Done:
         self._folder = test.folder
-        self._debug = test.debug
         self._any_failed = False
         item = self._collect(test)
         if item is None:
@@ -451,36 +443,9 @@ class RankPlugin:
         """Refuse subtests, of which each rank could have others."""
         pytest.fail("Tests on ranks have no subtests: use @pytest.mark.parametrize.", pytrace=False)
 
-    # Debuggers, of which one at a time has the terminal.
-
-    def pytest_enter_pdb(self) -> None:
-        """Wait until no other rank's debugger has the terminal."""
-        self._send("debugging", True)
-        self._terminal = os.open(f"{self._options.basetemp}-terminal", os.O_CREAT | os.O_WRONLY)
-        fcntl.flock(self._terminal, fcntl.LOCK_EX)
-
-    def pytest_leave_pdb(self) -> None:
-        """Let another rank's debugger have the terminal."""
-        if self._terminal is not None:
-            os.close(self._terminal)
-            self._terminal = None
-        self._send("debugging", False)
-
-    def pytest_exception_interact(
-        self,
-        call: pytest.CallInfo[Any],
-        report: Any,
-    ) -> None:
-        """Debug a failure where it happened, if the run is one with --pdb."""
-        if not self._debug or call.excinfo is None or isinstance(call.excinfo.value, PeerError):
-            return
-        self.pytest_enter_pdb()
-        capture = self._session.config.pluginmanager.getplugin("capturemanager")
-        capture.suspend(in_=True)
-        print(f"\n{report.longreprtext}\n>>> post-mortem on rank {self._rank}")
-        pdb.post_mortem(call.excinfo.tb)
-        capture.resume()
-        self.pytest_leave_pdb()
+    def pytest_enter_pdb(self) -> NoReturn:
+        """Refuse a debugger, for no rank has the terminal."""
+        pytest.fail("Ranks have no debugger: call the test's function in one process.", pytrace=False)
 
 
 class _Next(pytest.Item):

@@ -1,10 +1,9 @@
-"""Run `python -m ddpkit bench`: what do collectives and training steps cost here?"""
+"""Run `python -m ddpkit bench`: what do collectives cost here?"""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 import re
 import sys
@@ -17,18 +16,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
-from .. import Context, LaunchError, PeerError, __version__, all_reduce, detect_launch, distributed, spawn, wrap_model
+from .. import Context, LaunchError, PeerError, __version__, all_reduce, detect_launch, distributed, spawn
 from ..job.device import count_accelerators
 from ..job.job import checked_device
 from ..join.members import usable_cores
-from .terminal import announce, count, table
+from .cli import announce, checked_by, count, positive, positive_seconds, table
 
-SCHEMA = 2  # of the JSON object; raised when a key changes its meaning or goes away
-PARTS = ("collectives", "steps")
+SCHEMA = 3  # of the JSON object; raised when a key changes its meaning or goes away
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
-_SIZES = ["1K", "64K", "1M", "16M"]
+_SIZES = [1 << 10, 1 << 16, 1 << 20, 1 << 24]
 _UNITS = {"GiB": 30, "MiB": 20, "KiB": 10, "B": 0}  # the power of two
 _TIMES = {"s": 1, "ms": 1e3, "us": 1e6}  # in a second
 _ROUNDS = 8
@@ -41,13 +38,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add = parser.add_argument
     default_device = "an accelerator for each rank by default, if there are any"
-    add("--ranks", type=int, nargs="+", metavar="N", help="to start, one job each (1 2 4 8)")
-    add("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=" or ".join(PARTS))
-    add("--batch-size", type=int, default=64, metavar="N", help="samples per step, per rank (64)")
-    add("--sizes", nargs="+", default=_SIZES, metavar="SIZE", help="bytes in collectives, e.g. 16M")
-    add("--seconds", type=float, default=0.5, metavar="S", help="per measurement, about (0.5)")
-    add("--device", help=f'e.g. "cpu"; {default_device}')
+    add("--ranks", type=positive, nargs="+", metavar="N", help="to start, one job each (2 4 8)")
+    add("--sizes", type=_bytes, nargs="+", default=_SIZES, metavar="SIZE", help="bytes in collectives, e.g. 16M")
+    add("--seconds", type=positive_seconds, default=0.5, metavar="S", help="per measurement, about (0.5)")
+    add("--device", type=checked_by(checked_device), help=f'e.g. "cpu"; {default_device}')
     add("--json", action="store_true", help="print one JSON object instead of tables")
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"([1-9]\d*)([KMG]?)(?:i?B)?", text, re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text} is no size; write bytes, or 64K, 16M, 1G")
+    return int(match[1]) << _UNITS[f"{match[2].upper()}iB" if match[2] else "B"]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,19 +62,18 @@ def run(args: argparse.Namespace) -> int:
     try:
         launch = detect_launch()
         rank = launch.rank
-        plan = _plan(args)
         if launch.kind == "single":
-            outcomes = [_spawn(ranks, plan) for ranks in _jobs(args, plan)]
+            outcomes = [_spawn(ranks, args) for ranks in _jobs(args)]
         elif args.ranks:
             raise BadFlag("--ranks starts ranks, but a launcher has started these already: leave it out.")
         else:
-            outcomes = [measure(plan)]
+            outcomes = [measure(args)]
     except (BadFlag, LaunchError, _RankFailed) as error:
         if rank == 0:
             print(f"python -m ddpkit bench: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, BadFlag) else 1
     if rank == 0:
-        report = make_report(plan, outcomes)
+        report = make_report(outcomes)
         print(json.dumps(report, indent=2) if args.json else text(report))
     return 0
 
@@ -85,77 +86,29 @@ class _RankFailed(Exception):
     """A rank that bench started raised an exception."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The settings of a measurement.
-
-    Attributes:
-        parts: Some of `PARTS`.
-        sizes: Bytes of the collectives' tensors.
-        batch_size: Samples per step, per rank.
-        seconds: Per measurement.
-        device: As `setup()` takes it.
-    """
-
-    parts: tuple[str, ...]
-    sizes: tuple[int, ...]
-    batch_size: int
-    seconds: float
-    device: str | None
-
-
-def _plan(args: argparse.Namespace) -> Plan:
-    """Check the flags that every job needs."""
-    for name in ("batch_size", "seconds"):
-        value = getattr(args, name)
-        if not 0 < value < math.inf:
-            raise BadFlag(f"--{name.replace('_', '-')} {value}: must be positive and finite.")
-    try:
-        checked_device(args.device)  # setup() checks on every rank that it has one
-    except ValueError as error:
-        raise BadFlag(f"--device {args.device}: {error}") from None
-    parts = tuple(part for part in PARTS if part in args.only)
-    sizes = tuple(sorted({_parse_size(size) for size in args.sizes}))
-    return Plan(parts, sizes, args.batch_size, args.seconds, args.device)
-
-
-def _parse_size(text: str) -> int:
-    match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text, re.IGNORECASE)
-    if not match or int(match[1]) == 0:
-        raise BadFlag(f"--sizes {text}: not a size; write bytes, or 64K, 16M, 1G.")
-    return int(match[1]) << _UNITS[f"{match[2].upper()}iB" if match[2] else "B"]
-
-
-def _jobs(args: argparse.Namespace, plan: Plan) -> list[int]:
+def _jobs(args: argparse.Namespace) -> list[int]:
     """List the numbers of ranks of the jobs to start."""
-    device = checked_device(plan.device)
+    device = checked_device(args.device)
     gpus = count_accelerators() if device is None or device.type != "cpu" else 0
-    ranks = sorted(set(args.ranks or default_ranks(gpus, len(usable_cores()))))
-    if ranks[0] < 1:
-        raise BadFlag(f"--ranks {ranks[0]}: a job has at least 1 rank.")
-    if "steps" in plan.parts:
-        return ranks
-    if ranks == [1]:
-        raise BadFlag("--ranks 1: collectives: only with 2 ranks or more.")
-    return [number for number in ranks if number > 1]
+    ranks = sorted(set(args.ranks or default_ranks(gpus or len(usable_cores()))))
+    if ranks[0] == 1:
+        raise BadFlag("--ranks 1: one rank has nobody to talk to.")
+    return ranks
 
 
-def default_ranks(gpus: int, cores: int) -> list[int]:
-    """List powers of two up to the number of devices, at most 8, and the number of accelerators.
+def default_ranks(most: int) -> list[int]:
+    """List powers of two up to the number of accelerators or cores, at most 8 and at least 2, and that number.
 
-    >>> default_ranks(0, cores=6), default_ranks(0, cores=1)
-    ([1, 2, 4], [1, 2])
-    >>> default_ranks(6, cores=64), default_ranks(1, cores=64)
-    ([1, 2, 4, 6], [1])
+    >>> default_ranks(1), default_ranks(6), default_ranks(64)
+    ([2], [2, 4, 6], [2, 4, 8])
     """
-    most = gpus or max(2, cores)  # one rank has nobody to talk to
-    powers = {n for n in (1, 2, 4, 8) if n <= most}
-    return sorted(powers | {gpus or 1})
+    powers = {number for number in (2, 4, 8) if number <= most}
+    return sorted(powers | {max(2, min(most, 8))})
 
 
-def _spawn(ranks: int, plan: Plan) -> Row:
+def _spawn(ranks: int, args: argparse.Namespace) -> Row:
     try:
-        outcomes = spawn(measure, ranks, plan, timeout=timedelta(days=1))
+        outcomes = spawn(measure, ranks, args, timeout=timedelta(days=1))
     except Exception as error:
         cause = error.__cause__
         raise _RankFailed(cause if isinstance(cause, PeerError) else error) from error
@@ -248,42 +201,32 @@ class _Timer:
             torch.accelerator.synchronize(self._device)
 
 
-# Make the calls: torch's collectives, and training steps of two models.
+# Make the calls: torch's own collectives.
 
 
-def measure(plan: Plan) -> Row:
+def measure(args: argparse.Namespace) -> Row:
     """Join the job and measure. Collective.
 
     Args:
-        plan: The same on every rank.
+        args: The flags, the same on every rank.
 
     Returns:
         "results": for each measurement its labels with its "times"; and facts of the job.
     """
-    with distributed(device=plan.device, num_threads=1) as job:
-        cases = list(_cases(plan, job))
+    with distributed(device=args.device, num_threads=1) as job:
+        cases = [case for size in sorted(set(args.sizes)) for case in _collectives(size, job)]
 
         def say(step: str) -> None:
             if job.rank == 0:
                 announce(f"{count(job.world_size, 'rank')}: {step}")
 
-        times = time_cases(cases, plan.seconds, job.device, say)
+        times = time_cases(cases, args.seconds, job.device, say)
         results = [case.labels | {"times": taken} for case, taken in zip(cases, times, strict=True)]
         device = "cpu"
         if job.device.type != device:
             device = getattr(torch, job.device.type).get_device_name(job.device)
         facts = {"device": device, "ranks": job.world_size, "nodes": job.num_nodes}
         return {"results": results, **facts, "launcher": job.launcher, "backend": job.backend}
-
-
-def _cases(plan: Plan, job: Context) -> Iterator[Case]:
-    """Make all that the plan asks for; one rank has nobody to talk to."""
-    if job.world_size > 1 and "collectives" in plan.parts:
-        for size in plan.sizes:
-            yield from _collectives(size, job)
-    if "steps" in plan.parts:
-        for name in MODELS:
-            yield from _steps(name, plan.batch_size, job)
 
 
 def _collectives(size: int, job: Context) -> Iterator[Case]:
@@ -301,64 +244,16 @@ def _collectives(size: int, job: Context) -> Iterator[Case]:
         "broadcast": lambda: dist.broadcast(whole, 0),
     }
     for name in COLLECTIVES:
-        labels = {"part": "collectives", "name": name, "ranks": job.world_size, "bytes": whole.nbytes}
+        labels = {"name": name, "ranks": job.world_size, "bytes": whole.nbytes}
         yield Case(labels, calls[name])
-
-
-Model = tuple[nn.Module, tuple[int, ...]]  # and the shape of one sample
-
-
-def mlp() -> Model:
-    """Make three linear layers."""
-    layers = [nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
-    return nn.Sequential(*layers), (256,)
-
-
-def transformer() -> Model:
-    """Make an encoder of two layers, for sequences of 16 tokens."""
-    layer = nn.TransformerEncoderLayer(128, nhead=4, dim_feedforward=512, dropout=0.0, batch_first=True)
-    return nn.TransformerEncoder(layer, num_layers=2), (16, 128)
-
-
-MODELS: dict[str, Callable[[], Model]] = {"mlp": mlp, "transformer": transformer}
-
-
-def make_step(module: nn.Module, batch: Tensor, device: torch.device) -> Callable[[], None]:
-    """Make a function that does one training step: forward, backward from the mean, SGD."""
-    inputs = batch.to(device)
-    optimizer = torch.optim.SGD(module.parameters(), lr=1e-6)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        module(inputs).mean().backward()
-        optimizer.step()
-
-    return step
-
-
-def _steps(name: str, batch_size: int, job: Context) -> Iterator[Case]:
-    """Make training steps: with DDP, and without it."""
-    labels = {"part": "steps", "name": name, "ranks": job.world_size, "samples": batch_size * job.world_size}
-    for way in ("ddp", "local"):
-        model, shape = MODELS[name]()
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        if way == "local":
-            model = model.to(job.device)
-        else:
-            model = wrap_model(model)
-        step = make_step(model, torch.randn(batch_size, *shape), job.device)
-        yield Case(labels | {"way": way, "parameters": parameters}, step)
-        if job.world_size == 1:  # there the two are the same
-            return
 
 
 # Make a report: one dictionary that is printed as JSON or as tables.
 
 
-def make_report(plan: Plan, outcomes: list[Row]) -> Row:
+def make_report(outcomes: list[Row]) -> Row:
     """Make the report of `measure`'s outcomes, one for each job; docs/guide/bench.md describes its keys."""
     results = [_result(result) for outcome in outcomes for result in outcome["results"]]
-    ranks = [outcome["ranks"] for outcome in outcomes]
     largest = outcomes[-1]
     return {
         "schema": SCHEMA,
@@ -367,18 +262,15 @@ def make_report(plan: Plan, outcomes: list[Row]) -> Row:
         **{key: largest[key] for key in ("launcher", "backend", "device", "nodes")},
         "cores": len(usable_cores()),
         "threads_per_rank": 1,
-        "ranks": ranks,
-        "batch_size": plan.batch_size,
+        "ranks": [outcome["ranks"] for outcome in outcomes],
         "results": results,
-        "notes": list(_notes(plan, ranks, results)),
+        "notes": list(_notes(results)),
     }
 
 
 def _result(measured: Row) -> Row:
     result = {key: value for key, value in measured.items() if key != "times"} | summary(measured["times"])
-    if result["part"] == "collectives":
-        return result | bandwidths(result["name"], result["ranks"], result["bytes"], result["seconds"])
-    return result | {"samples_per_second": result["samples"] / result["seconds"]}
+    return result | bandwidths(result["name"], result["ranks"], result["bytes"], result["seconds"])
 
 
 def summary(times: Sequence[float]) -> dict[str, float]:
@@ -415,11 +307,9 @@ def bandwidths(collective: str, ranks: int, size: int, seconds: float) -> dict[s
     return {"algbw": algbw, "busbw": algbw * passes * (ranks - 1) / ranks}
 
 
-def _notes(plan: Plan, ranks: list[int], results: list[Row]) -> Iterator[str]:
-    """Explain gaps and doubts in the figures."""
+def _notes(results: list[Row]) -> Iterator[str]:
+    """Explain doubts in the figures."""
     yield "One CPU thread per rank. Times are those of the slowest rank."
-    if ranks[0] == 1 and "collectives" in plan.parts:
-        yield "Collectives are not measured on 1 rank, which has nobody to talk to."
     busy = sum(_spread(result) > _BUSY for result in results)
     if busy:
         some = f"{busy} of {len(results)} measurements vary by more than +-{_BUSY:.0%}"
@@ -427,38 +317,16 @@ def _notes(plan: Plan, ranks: list[int], results: list[Row]) -> Iterator[str]:
 
 
 def text(report: Row) -> str:
-    """Write the report as tables, each followed by an empty line, and notes."""
+    """Write the report as a table and notes."""
     where = f"{report['device']}, {report['backend'] or 'no backend'}, {report['cores']} cores"
     versions = f"ddpkit {report['ddpkit']}, torch {report['torch']}"
-    lines = [f"{versions}, {where}; ranks started by {report['launcher']}", ""]
-    for rows in (_collectives_table(report["results"]), _steps_table(report["results"])):
-        if rows:
-            lines += [*rows, ""]
-    return "\n".join([*lines, *report["notes"]])
-
-
-def _collectives_table(results: list[Row]) -> list[str]:
     rows = []
-    collectives = [result for result in results if result["part"] == "collectives"]
-    for result in sorted(collectives, key=lambda result: COLLECTIVES.index(result["name"])):
+    for result in sorted(report["results"], key=lambda result: COLLECTIVES.index(result["name"])):
         row = [result["name"], result["ranks"], _size(result["bytes"]), *_time(result)]
         rows.append([*row, f"{result['algbw']:.3g}", f"{result['busbw']:.3g}"])
-    return table(["collective", "ranks", "size", "time", "+-", "algorithm GB/s", "bus GB/s"], rows)
-
-
-def _steps_table(results: list[Row]) -> list[str]:
-    steps = [result for result in results if result["part"] == "steps"]
-    rows = []
-    for step in sorted(steps, key=lambda step: str(step["name"])):
-        row = [step["name"], f"{step['parameters']:,}", step["ranks"], _way(step), step["samples"]]
-        rows.append([*row, *_time(step), f"{step['samples_per_second']:,.0f}"])
-    return table(["step", "parameters", "ranks", "way", "samples in all", "time", "+-", "samples/s"], rows)
-
-
-def _way(step: Row) -> str:
-    if step["way"] == "local":
-        return "no communication"
-    return "alone" if step["ranks"] == 1 else "DDP"
+    header = ["collective", "ranks", "size", "time", "+-", "algorithm GB/s", "bus GB/s"]
+    first = f"{versions}, {where}; ranks started by {report['launcher']}"
+    return "\n".join([first, "", *table(header, rows), "", *report["notes"]])
 
 
 def _spread(result: Row) -> float:

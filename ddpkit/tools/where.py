@@ -22,7 +22,7 @@ from ..join.store import wait_for_listener
 from ..launch.process_tree import environment_of
 from ..parsing import encode
 from ..watch.messages import Activity, Lines, fold, parse
-from .terminal import count, positive_seconds
+from .cli import count, positive_seconds
 
 _STORE_SECONDS = 5.0  # in which the store must answer
 

@@ -331,14 +331,6 @@ def _read(name: str, value: Any, world_size: int) -> Any:
     return _MAKERS[name](value) if name in _MAKERS else value
 
 
-def _make_request(fields: dict[str, Any]) -> StopRequest:
-    return StopRequest(**fields)
-
-
-def _make_steps(fields: dict[str, Any]) -> Steps:
-    return Steps(**fields)
-
-
 _SHAPES: dict[str, Any] = {  # of each field
     "rank": int,
     "left": int,
@@ -354,6 +346,6 @@ _SHAPES: dict[str, Any] = {  # of each field
 _MAKERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "failure": Failure.from_fields,
     "activity": Activity.from_fields,
-    "wants_stop": _make_request,
-    "steps": _make_steps,
+    "wants_stop": lambda fields: StopRequest(**fields),
+    "steps": lambda fields: Steps(**fields),
 }

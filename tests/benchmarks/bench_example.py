@@ -20,7 +20,7 @@ from ddpkit.tools import bench
 
 GUIDE = Path(__file__).parents[2] / "docs/guide/bench.md"
 MARK, END = "<!-- made by python tests/benchmarks/bench_example.py -->", "<!-- until here -->"
-FLAGS = ["--ranks", "1", "2", "--seconds", "2"]
+FLAGS = ["--ranks", "2", "--seconds", "2"]
 LEFT_OUT = ("all_gather", "reduce_scatter", "broadcast")
 
 
@@ -28,17 +28,6 @@ def as_printed(report: dict[str, Any]) -> str:
     """The tables as they come out of a pipe."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as page, redirect_stdout(page):
         return bench.text(report)
-
-
-def shares(report: dict[str, Any]) -> str:
-    """How much of a DDP step with a batch per rank communication takes, by model."""
-    seconds = {(r["name"], r["way"], r["samples"]): r["seconds"] for r in report["results"] if r["part"] == "steps"}
-    found = []
-    for name, way, samples in seconds:
-        if way == "local":
-            share = 1 - seconds[name, "local", samples] / seconds[name, "ddp", samples]
-            found.append(f"{name} {max(0.0, share):.0%}")
-    return ", ".join(found)
 
 
 def main() -> None:
@@ -54,8 +43,6 @@ the four collectives are left out here:
 ```text
 {output}
 ```
-
-What DDP takes beyond "no communication", as a share of its step: {shares(report)}.
 """
     print(text)
     before, mark, rest = GUIDE.read_text().partition(MARK)

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from conftest import on_ranks
-from processes import Ended, free_port, launch, platform_env, run
+from processes import Ended, begin, free_port, launch, platform_env, run
 from signals import stop_process
 
 import ddpkit
@@ -442,15 +442,13 @@ def test_a_signal_after_the_last_step_is_not_passed_over_in_silence(n: int, unti
     assert f"rank 0 ({HOST}) got SIGTERM, but no step came after it in the block of stopping()" in said
 
 
-INTERRUPTED = """
-import sys, time, ddpkit
-with ddpkit.stopping() as stop:
-    print("ready", flush=True)
-    while not stop.now():
-        pass
-    print("stopped", flush=True)
-    time.sleep(60)
-"""
+def be_interrupted() -> None:
+    with ddpkit.stopping() as stop:
+        print("ready", flush=True)
+        while not stop.now():
+            pass
+        print("stopped", flush=True)
+        time.sleep(60)
 
 
 def wait_for(path: Path, word: str) -> None:
@@ -482,19 +480,16 @@ def test_a_signal_that_comes_while_the_interpreter_ends_changes_no_exit_code() -
 def test_a_second_interrupt_ends_the_process_without_a_traceback(tmp_path: Path) -> None:
     output = tmp_path / "output"
     output.touch()
-
-    def interrupt(crew: list[Any]) -> None:
-        wait_for(output, "ready")
-        crew[0].send_signal(signal.SIGINT)
-        wait_for(output, "stopped")
-        crew[0].send_signal(signal.SIGINT)  # as torchrun passes on what the terminal has sent to all
-        time.sleep(2.1)
-        assert crew[0].poll() is None
-        crew[0].send_signal(signal.SIGINT)
-
-    command = ["sh", "-c", f'exec "$0" -c "$1" > {output} 2>&1', sys.executable, INTERRUPTED]
-    ended = launch(command, meanwhile=interrupt, timeout=60)[0]
-    assert ended.code == -signal.SIGINT
+    process = begin(be_interrupted, {}, output=str(output))
+    wait_for(output, "ready")
+    os.kill(process.pid, signal.SIGINT)
+    wait_for(output, "stopped")
+    os.kill(process.pid, signal.SIGINT)  # as torchrun passes on what the terminal has sent to all
+    time.sleep(2.1)
+    assert process.is_alive()
+    os.kill(process.pid, signal.SIGINT)
+    process.join(60)
+    assert process.exitcode == -signal.SIGINT
     said = output.read_text().splitlines()
     assert sorted(said) == [
         f"all ranks stop after this step: rank 0 ({HOST}) got SIGINT",
@@ -562,38 +557,35 @@ def test_without_a_job_each_block_begins_anew() -> None:
         assert not stop.now(), "a job that begins later has not been asked"
 
 
-AT_THE_END = """
-import os, signal, time, ddpkit
-with ddpkit.stopping() as stop:
-    os.kill(os.getpid(), signal.SIGINT)
-    assert stop.now()
-os.kill(os.getpid(), signal.SIGINT)  # torchrun's, of the same Ctrl-C
-time.sleep(2.1)
-try:
-    os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(60)
-except KeyboardInterrupt:
-    print("interrupted")
-"""
+def be_interrupted_at_the_end() -> None:
+    with ddpkit.stopping() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.now()
+    os.kill(os.getpid(), signal.SIGINT)  # torchrun's, of the same Ctrl-C
+    time.sleep(2.1)
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        print("interrupted")
 
 
 def test_an_interrupt_after_the_block_is_the_same_for_a_while_and_then_another() -> None:
-    ended = launch([sys.executable, "-c", AT_THE_END], timeout=60)[0]
+    (ended,) = run(be_interrupted_at_the_end, [{}], timeout=60)
     assert (ended.code, ended.output.splitlines()[-1]) == (0, "interrupted")
 
 
-SLOW_TO_END = """
-import os, signal, sys, time, ddpkit
-with ddpkit.stopping() as stop:
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert stop.now()
-os.kill(os.getpid(), signal.SIGTERM)  # srun's, when another rank has ended with an exit code
-sys.exit(stop.exit_code)
-"""
+def be_slow_to_end() -> None:
+    with ddpkit.stopping() as stop:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert stop.now()
+    os.kill(os.getpid(), signal.SIGTERM)  # srun's, when another rank has ended with an exit code
+    sys.exit(stop.exit_code)
 
 
 def test_a_rank_that_has_stopped_is_let_end_with_its_own_code() -> None:
-    assert launch([sys.executable, "-c", SLOW_TO_END], timeout=60)[0].code == 128 + signal.SIGUSR1
+    (ended,) = run(be_slow_to_end, [{}], timeout=60)
+    assert ended.code == 128 + signal.SIGUSR1
 
 
 def stop_by_another_then_be_interrupted() -> str | None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +23,7 @@ import ddpkit
 from ddpkit.errors import LaunchError
 from ddpkit.job import current_job
 from ddpkit.join import members as monitor_tree
+from ddpkit.tools import cli
 from ddpkit.tools.where import Answer, ask, jobs_here
 from ddpkit.watch.messages import Activity, fold
 
@@ -85,7 +84,9 @@ def ask_until_there(port: int, ranks: int) -> Answer:
 
 
 @pytest.mark.parametrize(("ranks", "chain"), [pytest.param(2, False, marks=pytest.mark.storm), (3, True)])
-def test_each_rank_says_where_it_is(tmp_path: Path, ranks: int, chain: bool) -> None:
+def test_each_rank_says_where_it_is(
+    tmp_path: Path, ranks: int, chain: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     with job(ranks, tmp_path, chain) as (port, crew):
         answer = ask_until_there(port, ranks)
         assert {each.rank: each.pid for each in answer.activities} == {
@@ -93,7 +94,7 @@ def test_each_rank_says_where_it_is(tmp_path: Path, ranks: int, chain: bool) -> 
         }
         last = next(each for each in answer.activities if each.rank == ranks - 1)
         assert (last.call, last.place.partition(":")[0]) == ("load_image", "test_where.py")
-        time.sleep(2.5)
+        time.sleep(1.2)
         lines = fold(ask("127.0.0.1", port, PATIENCE).activities, ranks)
         waiting = "rank 0 (" if ranks == 2 else "ranks 0-1: all_reduce at test_where.py:"
         assert lines[0].startswith(waiting) and " s since a batch or collective, " in lines[0], lines
@@ -101,20 +102,21 @@ def test_each_rank_says_where_it_is(tmp_path: Path, ranks: int, chain: bool) -> 
         last_line = next(line for line in lines if line.startswith(f"rank {ranks - 1}"))
         assert "load_image" in last_line and " s since a batch or collective" in last_line, last_line
 
-        tool = [sys.executable, "-m", "ddpkit", "where", "--timeout", "60", "--job", f"127.0.0.1:{port}"]
-        shown = subprocess.run(tool, capture_output=True, text=True, timeout=PATIENCE, check=False)
-        assert shown.returncode == 0 and shown.stdout.startswith(f"{ranks} ranks on 1 node, at "), shown
-        found = json.loads(subprocess.run([*tool, "--json"], capture_output=True, check=True).stdout)
+        tool = ["where", "--timeout", "60", "--job", f"127.0.0.1:{port}"]
+        assert cli.main(tool) == 0 and capsys.readouterr().out.startswith(f"{ranks} ranks on 1 node, at ")
+        assert cli.main([*tool, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
         assert found["world_size"] == len(found["ranks"]) == ranks
         assert all(process.is_alive() for process in crew)
 
 
-def test_a_stopped_rank_is_one_that_does_not_answer_and_the_job_goes_on(tmp_path: Path) -> None:
+def test_a_stopped_rank_is_one_that_does_not_answer_and_the_job_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with job(3, tmp_path) as (port, crew):
         stop_process(crew[2].pid)
-        tool = [sys.executable, "-m", "ddpkit", "where", "--job", f"127.0.0.1:{port}"]
-        shown = subprocess.run(tool, capture_output=True, text=True, timeout=PATIENCE, check=False)
-        assert shown.returncode == 1 and "rank 2: no answer" in shown.stdout, shown
+        assert cli.main(["where", "--job", f"127.0.0.1:{port}"]) == 1
+        assert "rank 2: no answer" in capsys.readouterr().out
         os.kill(crew[2].pid, signal.SIGCONT)
         assert len(ask("127.0.0.1", port, PATIENCE).activities) == 3
 
@@ -131,7 +133,7 @@ def test_where_there_is_no_job_to_ask_the_reason_is_said(tmp_path: Path) -> None
 
 
 def wait_in_vain(call: str) -> None:
-    short = timedelta(seconds=4)
+    short = timedelta(seconds=2)
     with ddpkit.distributed(timeout=timedelta(seconds=PATIENCE)) as context:
         group = dist.new_group(timeout=short)
         if context.rank == 1:

@@ -10,13 +10,21 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from ... import LaunchError, detect_launch
-from ..ranks import Ranks, Script, exit_when_terminated
-from ..terminal import columns, count, paint, wrap
-from .findings import gradients, losses, order, samples
-from .findings.facts import OF_REPLICAS, SEVERITIES, Facts, Finding, hold_parts
-from .rank import be_rank
-from .watch import Outcome, Watch
+from ..cli import columns, count, paint, wrap
+from ..ranks import Ranks, Script, describe, exit_when_terminated, run_script, use_gloo_without_gpus
+from ..recorder import Recorder
+from . import gradients, losses, order, samples
+from .collectives import Collectives, Files
+from .facts import OF_REPLICAS, SEVERITIES, Facts, Finding, Outcome, Watch, hold_parts
+from .loaders import Samples
+from .modules import Modules
+from .process import Ending, before, report_to
+from .random_numbers import Windows
+from .steps import Losses, Schedules, Steps
 
 # Print what was found, for people or as JSON.
 
@@ -179,3 +187,51 @@ def _report(args: argparse.Namespace, outcome: Outcome) -> int:
 def _refuse(reason: str) -> int:
     print(f"ddpkit check: {reason}", file=sys.stderr)
     return _BAD_SCRIPT
+
+
+# Be one rank of the script.
+
+
+def be_rank(script: Script, steps: int, recorder: Recorder, control: int) -> int:
+    """Run the script as the main program of this process, and wait for the end.
+
+    Args:
+        script: The script.
+        steps: The optimiser steps of an epoch.
+        recorder: Tells what is observed.
+        control: The descriptor that becomes readable when the process shall end.
+    """
+    ending = Ending(recorder, steps, control)
+    observe(recorder, ending)
+    code, failure = run_script(script)
+    recorder.tell("end", code=code, error=describe(failure))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    ending.wait("end")
+    return 0
+
+
+def observe(recorder: Recorder, ending: Ending) -> None:
+    """Install all observers."""
+    report_to(recorder)
+    modules = Modules(recorder)
+    windows = Windows(recorder)
+    samples = Samples(recorder, ending, windows, modules)
+    losses = Losses(modules, samples, ending)
+    collectives = Collectives(recorder, modules)
+    steps = Steps(recorder, ending, modules, losses, windows, collectives, samples)
+    others = (collectives, Files(recorder), Schedules(recorder))
+    for observer in (modules, losses, windows, samples, steps, *others):
+        observer.install()
+
+    def join(*args: Any, **kwargs: Any) -> None:
+        if not recorder.is_main:  # a process that the script has forked to be a rank
+            recorder.tell("spawns")
+
+    def spawn(*args: Any, **kwargs: Any) -> None:
+        recorder.tell("spawns")
+        ending.wait("spawns")
+
+    before(dist, "init_process_group", join)
+    use_gloo_without_gpus()
+    before(torch.multiprocessing, "spawn", spawn)

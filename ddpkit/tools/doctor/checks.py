@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import ipaddress
 import os
-import resource
 import shutil
 import socket
 import statistics
-import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -27,13 +24,13 @@ from ...job.device import MASKS, choose_device, default_backend
 from ...job.lifecycle import check_torch
 from ...join.members import usable_cores
 from ...join.sockets import LOOPBACKS
-from ..terminal import count, table
+from ..cli import count, table
 from .report import Check, installed
 
 _GIB = 1 << 30
 _DRIVERS = {"/proc/driver/nvidia/version": "an NVIDIA", "/dev/kfd": "an AMD"}
 _GET_TORCH = "https://pytorch.org/get-started"
-_FEW_FILES = 1024
+_BUSY_DEVICE = "See with nvidia-smi who uses it, or hide it with CUDA_VISIBLE_DEVICES."
 _COLUMNS = ("rank", "host", "pid", "node_rank", "local_rank", "device")
 _WARM_UP = 10  # calls that are not counted
 _TIMED = 50  # calls that are
@@ -65,30 +62,26 @@ def devices(look_inside: bool) -> Check:
     current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if current is None:
         return _no_accelerator()
-    kind = current.type
-    number = int(getattr(torch, kind).device_count())
+    number = int(getattr(torch, current.type).device_count())
+    status, remedy = "ok", ""
     lines: list[str] = []
     for local_rank in range(number):
         device = choose_device(None, local_rank, number)
-        inside = ""
-        try:
-            if look_inside and kind == "cuda":
+        line = f"local rank {local_rank} -> {device}"
+        if look_inside and current.type == "cuda":
+            try:
                 free, total = torch.cuda.mem_get_info(device)
-                used = ": in use by another process" if free < 0.8 * total else ""
-                name = torch.cuda.get_device_name(device)
-                inside = f" ({name}), {free / _GIB:.0f} of {total / _GIB:.0f} GiB free{used}"
-        except RuntimeError as error:
-            found = f"{device} cannot be used: {str(error).splitlines()[0]}"
-            remedy = "See with nvidia-smi whether another process fills the device or it needs a reset; "
-            remedy += "hide it with CUDA_VISIBLE_DEVICES."
-            return Check("devices", "failed", found, remedy, lines)
-        lines.append(f"local rank {local_rank} -> {device}{inside}")
-    backend = default_backend(torch.device(kind, 0), shared=False)
-    found = f"{number} x {kind}, backend {backend}; {set_variables(*MASKS) or 'no device is hidden'}"
-    if any("in use" in line for line in lines):
-        remedy = "See with nvidia-smi who uses it, or hide it with CUDA_VISIBLE_DEVICES."
-        return Check("devices", "warning", found, remedy, lines)
-    return Check("devices", "ok", found, "", lines)
+            except RuntimeError as error:
+                found = f"{device} cannot be used: {str(error).splitlines()[0]}"
+                return Check("devices", "failed", found, f"{_BUSY_DEVICE} It may need a reset.", lines)
+            line += f" ({torch.cuda.get_device_name(device)}), {free / _GIB:.0f} of {total / _GIB:.0f} GiB free"
+            if free < 0.8 * total:
+                line += ": in use by another process"
+                status, remedy = "warning", _BUSY_DEVICE
+        lines.append(line)
+    backend = default_backend(torch.device(current.type, 0), shared=False)
+    found = f"{number} x {current.type}, backend {backend}; {set_variables(*MASKS) or 'no device is hidden'}"
+    return Check("devices", status, found, remedy, lines)
 
 
 def _no_accelerator() -> Check:
@@ -134,94 +127,43 @@ def cores() -> Check:
     return Check("cores", "ok", found)
 
 
-def cpu_quota() -> float | None:
-    """Read how many cores the cgroups of this process give it, None without a limit."""
-    limits = []
-    for folder in _cgroups():
-        names = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")  # of the newer kind, and of the older
-        words = [word for name in names if (folder / name).is_file() for word in (folder / name).read_text().split()]
-        if len(words) == 2 and words[0].isdigit():
-            limits.append(int(words[0]) / int(words[1]))
-    return min(limits, default=None)
-
-
-def _cgroups() -> Iterator[Path]:
-    """List the folders of this process's cgroup for cores, and of those above it."""
-    mount = Path("/sys/fs/cgroup")
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers or "cpu" in controllers.split(","):
-            inner = mount / controllers / path.strip("/")
-            yield from (folder for folder in (inner, *inner.parents) if folder.is_relative_to(mount))
-
-
-def open_files() -> Check:
-    """Check the limit of open files: each connection and each batch from a loader worker is one."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    soft, hard = ["unlimited" if limit == resource.RLIM_INFINITY else str(limit) for limit in limits]
-    found = soft if soft == hard else f"{soft}, may be raised to {hard}"
-    if soft == "unlimited" or limits[0] >= _FEW_FILES:
-        return Check("open files", "ok", found)
-    enough = "65536" if soft == hard else hard
-    remedy = f"ulimit -n {enough} in front of the launcher, or LimitNOFILE= of its service."
-    return Check("open files", "warning", f'{found}: loaders fail with "Too many open files"', remedy)
+def cpu_quota(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> float | None:
+    """Read how many cores this container gives its processes, None without a limit."""
+    limit, _, period = file.read_text().partition(" ") if file.is_file() else ("max", "", "")
+    return None if limit == "max" else int(limit) / int(period)
 
 
 # Check the network: the interface that a backend would use, and the port.
 
 _DEFAULT_PORT = 29500  # torch's
-_SIOCGIFADDR = 0x8915
 _LISTENS = "0A"  # in /proc/net/tcp
 
 
 def interface() -> Check:
     """Check the interface that gloo would use between nodes: can another node reach it?"""
-    here = interfaces()
     host = socket.gethostname()
-    addresses = resolve(host)
+    here = [name for _, name in socket.if_nameindex()]
     named = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    example = next((name for name, own in here.items() if own and name not in LOOPBACKS), "<interface>")
     missing = [name for name in named.split(",") if name and name not in here]
     if missing:
         found = f"GLOO_SOCKET_IFNAME={named}, but there is no {', '.join(missing)}; "
         found += f"the interfaces of {host} are {', '.join(here)}"
-        remedy = f"Name one that every node has, for example {example}, or unset the variable."
-        return Check("interface", "failed", found, remedy)
-    found = f"{host} resolves to {', '.join(addresses) or 'nothing'}; gloo uses "
-    chosen = named.split(",")[0] or _interface_of(addresses, here)
+        return Check("interface", "failed", found, "Name one that every node has, or unset the variable.")
     if named:
-        found += f"{chosen} (GLOO_SOCKET_IFNAME={named})"
+        found = f"gloo uses {named} (GLOO_SOCKET_IFNAME)"
+        is_reachable = named.split(",")[0] not in LOOPBACKS
     else:
-        found += f"{chosen} between nodes, loopback within one"
-    if chosen not in (*LOOPBACKS, "loopback"):
+        addresses = resolve(host)
+        found = f"{host} resolves to {', '.join(addresses) or 'nothing'}, which gloo uses between nodes"
+        own = next(filter(is_local, addresses), "127.0.0.1")
+        is_reachable = not ipaddress.ip_address(own.partition("%")[0]).is_loopback
+    if is_reachable:
         return Check("interface", "ok", found)
-    remedy = f"For jobs on several nodes, on each: export GLOO_SOCKET_IFNAME={example} (or give {host} its own "
+    others = " or ".join(name for name in here if name not in LOOPBACKS) or "<interface>"
+    remedy = f"For jobs on several nodes, on each: export GLOO_SOCKET_IFNAME={others} (or give {host} its own "
     remedy += f"address in /etc/hosts). Where other nodes cannot resolve {host}, torchrun hangs: give it "
     remedy += "--local-addr=<address of its node>."
     return Check("interface", "warning", f"{found}, but other nodes cannot reach it", remedy)
-
-
-def _interface_of(addresses: list[str], here: dict[str, list[str]]) -> str:
-    """Name the interface that has the first of some addresses which is this host's."""
-    for address in addresses:
-        if ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-            return LOOPBACKS[0]
-        names = [name for name, own in here.items() if address in own]
-        if names or is_local(address):
-            return names[0] if names else "an address of this host"
-    return "loopback"
-
-
-def interfaces() -> dict[str, list[str]]:
-    """List the addresses of this host by interface, loopback last; of those for IPv6, the system names none."""
-    found: dict[str, list[str]] = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for name in sorted((name for _, name in socket.if_nameindex()), key=LOOPBACKS.__contains__):
-            found[name] = []
-            with suppress(OSError):  # it has no address
-                answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                found[name].append(socket.inet_ntoa(answer[20:24]))
-    return found
 
 
 def resolve(name: str) -> list[str]:

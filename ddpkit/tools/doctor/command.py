@@ -25,7 +25,7 @@ from ...job.joining import offer_store
 from ...join.store import find_master, open_store, store_outlives_ranks
 from ...launch.launch import MPI_AND_SLURM
 from ...launch.process_tree import unnested_launch
-from ..terminal import count, positive_seconds
+from ..cli import checked_by, count, positive_seconds
 from . import checks
 from .report import MARK, Check, Report, print_report, worst
 
@@ -44,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     meeting = "bound on the ranks' meeting (default 60)"
     add("--json", action="store_true", help="print one JSON object to stdout and nothing else")
     add("--timeout", type=positive_seconds, default=60.0, metavar="SECONDS", help=meeting)
-    add("--backend", type=_checked_by(checked_backend), help=backends)
-    add("--device", type=_checked_by(checked_device), help=devices)
+    add("--backend", type=checked_by(checked_backend), help=backends)
+    add("--device", type=checked_by(checked_device), help=devices)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -149,7 +149,6 @@ def _check_here(report: Report, checks_ports: bool) -> None:
         report.attempt("ports", checks.ports, launch.master_port if launch else None, checks_ports)
     report.attempt("shm", checks.shared_memory)
     report.attempt("cores", checks.cores)
-    report.attempt("open files", checks.open_files)
 
 
 def _check_machine(report: Report, args: argparse.Namespace) -> None:
@@ -247,16 +246,3 @@ def _is_a_task() -> bool:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         names.append("RANK")
     return any(os.environ.get(name, "0").strip() not in ("", "0") for name in names)
-
-
-def _checked_by(check: Callable[[str], object]) -> Callable[[str], str]:
-    """Make a type of arguments from a check that raises ValueError."""
-
-    def convert(text: str) -> str:
-        try:
-            check(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-        return text
-
-    return convert

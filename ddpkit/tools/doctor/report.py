@@ -23,7 +23,7 @@ from ...collectives.differences import first_of, name_ranks
 from ...errors import describe_error
 from ...join.store import Pause
 from ...parsing import parse, refuse_text
-from ..terminal import announce, count, paint, wrap
+from ..cli import announce, count, paint, wrap
 
 SCHEMA = 1  # of the JSON object; raised when a field changes its meaning or goes away
 STATUSES = ("ok", "skipped", "warning", "failed")  # from good to bad

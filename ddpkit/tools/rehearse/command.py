@@ -14,11 +14,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ..cli import announce, count, paint
 from ..ranks import Script, exit_when_terminated
-from ..terminal import announce, count, paint
 from .rank import KINDS
-from .runs import Limits, Run
-from .trials import FOLDER, Difference, Options, Rehearsal, Trial, UnfitScriptError
+from .runs import FOLDER, Options, Run
+from .trials import Difference, Rehearsal, Trial, UnfitScriptError
 
 # Print how the trials went, for people or as JSON.
 
@@ -67,9 +67,7 @@ def _describe(run: Run) -> str:
     if run.disturbed:
         moment = f" {disturbance.delay:.2f} s after" if disturbance.delay else " before"
         text += f"{moment} '{run.disturbed}'"
-    if disturbance.kind != "pause":
-        text += f"; all had ended {run.waited:.1f} s later"
-    return text
+    return f"{text}; all had ended {run.waited:.1f} s later"
 
 
 def _describe_files(difference: Difference) -> str:
@@ -135,7 +133,7 @@ def _run_as_json(run: Run) -> dict[str, Any]:
 
 
 _BAD_SCRIPT = 2
-_TRIALS = 6
+_TRIALS = 4  # each kind once
 _DEFAULTS = {"kinds": ",".join(KINDS), "again": "", "device": "cpu", "grace": 30.0, "timeout": 180.0}
 
 
@@ -212,7 +210,8 @@ def _rehearse(args: argparse.Namespace, folder: Path) -> int:
         kinds=args.kinds.split(","),
         seed=args.seed,
         exact=args.exact,
-        limits=Limits(args.timeout, args.grace),
+        silence=args.timeout,
+        grace=args.grace,
         device=args.device,
     )
     rehearsal = Rehearsal(options, folder, announce)

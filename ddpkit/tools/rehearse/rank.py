@@ -30,7 +30,6 @@ KINDS = {  # and what is said of it
     "kill-all": "all ranks were killed",
     "terminate": "rank {rank} got SIGTERM",
     "terminate-all": "all ranks got SIGTERM",
-    "pause": "rank {rank} was stopped for 2 s",
 }
 _TWICE = 0.3  # share of the trials that are disturbed a second time
 _AT_CHANGES = 0.5  # share of the disturbances that come when a file is changed
@@ -189,19 +188,20 @@ class Events:
         if disturbance is None or disturbance.event != number:
             return
         if not disturbance.delay:
-            self._disturb(disturbance, what)
+            self._disturb(disturbance.kind, what)
             return
-        timer = threading.Timer(disturbance.delay, self._disturb, [disturbance, what])
+        timer = threading.Timer(disturbance.delay, self._disturb, [disturbance.kind, what])
         timer.daemon = True
         timer.start()
 
-    def _disturb(self, disturbance: Disturbance, what: str) -> None:
-        """Send this process its signal; the parent sends those to others, and lets it go on after a pause."""
+    def _disturb(self, kind: str, what: str) -> None:
+        """Send this process its signal; the parent sends those to all ranks."""
         self._recorder.tell("disturbed", what=what)
-        signals = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP, "terminate": signal.SIGTERM}
-        if disturbance.kind in signals:
-            os.kill(os.getpid(), signals[disturbance.kind])
-        elif disturbance.kind == "kill-all":
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif kind == "terminate":
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif kind == "kill-all":
             time.sleep(_KILLED)
 
 

@@ -7,19 +7,18 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from ..ranks import Rank, Ranks, Script
+from ..ranks import Ranks, Script
 from ..recorder import Record
 from .rank import RankEvents, Start, be_rank
 
 _POLL = 0.05  # seconds
-_PAUSE = 2.0  # seconds for which a rank is stopped
 
 
 @dataclass
@@ -52,90 +51,101 @@ class Run:
     output: list[str] = field(default_factory=list)
     alignment: Alignment | None = None
 
-    @property
-    def kind(self) -> str:
-        """Return the kind of its disturbance, "" if none was planned."""
-        return self.start.disturbance.kind if self.start.disturbance else ""
+
+FOLDER = "{folder}"
 
 
 @dataclass(frozen=True)
-class Limits:
-    """How long to wait.
+class Options:
+    """What to rehearse.
 
     Attributes:
+        script: The script; `{folder}` in its arguments stands for the folder of a run.
+        again: Arguments that it gets in addition when it is started again.
+        ranks: The numbers of ranks; undisturbed runs on the others are compared with one on the first.
+        kinds: The kinds of disturbances.
+        seed: Of all trials.
+        exact: Whether the tensors in files must be equal bit for bit.
         silence: Seconds without any record after which a run counts as hanging.
         grace: Seconds in which all ranks have to end once one has ended or was disturbed, before they are ended.
+        device: "cpu" hides the GPUs.
     """
 
+    script: Script
+    again: list[str]
+    ranks: list[int]
+    kinds: list[str]
+    seed: int
+    exact: bool
     silence: float
     grace: float
+    device: str
 
 
-def run_once(script: Script, folder: Path, is_inside: bool, start: Start, limits: Limits, device: str) -> Run:
+def run_once(options: Options, folder: Path, start: Start, is_again: bool) -> Run:
     """Run the script once, and leave no process behind.
 
     Args:
-        script: The script.
-        folder: The folder in which it saves.
-        is_inside: Whether it runs in that folder.
+        options: What to rehearse.
+        folder: The folder in which it saves; it runs there if its arguments do not name it.
         start: On how many ranks, and what happens to them.
-        limits: How long to wait.
-        device: "cpu" hides the GPUs.
+        is_again: Whether it was started there before.
     """
+    folder.mkdir(exist_ok=True)
+    arguments = options.script.arguments
+    is_inside = not any(FOLDER in argument for argument in [*arguments, *options.again])
+    if is_again:
+        arguments = arguments + options.again
+    script = replace(options.script, arguments=[argument.replace(FOLDER, str(folder)) for argument in arguments])
     body = partial(be_rank, script, folder, is_inside, start.disturbance)
-    with Ranks(body, start.ranks, device) as ranks:
-        return _Follower(ranks, start, limits).run()
+    with Ranks(body, start.ranks, options.device) as ranks:
+        return _Follower(ranks, start, options).run()
 
 
 class _Follower:
     """Follows the ranks to their end."""
 
-    def __init__(self, ranks: Ranks, start: Start, limits: Limits) -> None:
+    def __init__(self, ranks: Ranks, start: Start, options: Options) -> None:
         self._ranks = ranks
-        self._limits = limits
+        self._options = options
         self._result = Run(start)
         self._heard = time.monotonic()  # when a rank recorded something last
         self._counted_from: float | None = None  # when the ranks began to have to end
-        self._paused: tuple[Rank, float] | None = None
 
     def run(self) -> Run:
         """Wait until all ranks have ended, or end them when their time is up."""
         while any(rank.ended is None for rank in self._ranks.all):
-            for rank, record in self._ranks.wait(_POLL):
+            for _, record in self._ranks.wait(_POLL):
                 self._heard = time.monotonic()
                 if record["kind"] == "disturbed":
-                    self._disturb(rank, record["what"])
-            if self._paused and time.monotonic() >= self._paused[1]:
-                _send(self._paused[0], signal.SIGCONT)
-                self._paused = None
+                    self._disturb(record["what"])
             if self._is_time_up():
                 self._end()
         for rank in self._ranks.all:
             rank.read()
         return self._describe()
 
-    def _disturb(self, rank: Rank, what: str) -> None:
-        """Do what a rank cannot do to itself."""
+    def _disturb(self, what: str) -> None:
+        """Note that the disturbance has come, and send the signals that all ranks get."""
         run = self._result
         run.is_disturbed = True
         run.disturbed = "" if what == "step" else what
-        if run.kind == "pause":
-            self._paused = (rank, time.monotonic() + _PAUSE)
-            return
         self._counted_from = time.monotonic()
-        if run.kind.endswith("-all"):
-            number = signal.SIGKILL if run.kind == "kill-all" else signal.SIGTERM
-            for other in self._ranks.all:
-                _send(other, number)
+        kind = run.start.disturbance.kind if run.start.disturbance else ""
+        if kind.endswith("-all"):
+            number = signal.SIGKILL if kind == "kill-all" else signal.SIGTERM
+            for rank in self._ranks.all:
+                with suppress(ProcessLookupError):
+                    os.kill(rank.pid, number)
 
     def _is_time_up(self) -> bool:
         now = time.monotonic()
         if self._counted_from is None and any(rank.ended is not None for rank in self._ranks.all):
             self._counted_from = now
         begun = self._counted_from
-        if begun is not None and now > max(begun, self._heard) + self._limits.grace:
+        if begun is not None and now > max(begun, self._heard) + self._options.grace:
             return True
-        return now > self._heard + self._limits.silence
+        return now > self._heard + self._options.silence
 
     def _end(self) -> None:
         """Note where the ranks are that do not end, and kill them."""
@@ -161,11 +171,6 @@ class _Follower:
                 run.output = run.output or rank.tail()
         run.steps = max(steps, key=len)
         return run
-
-
-def _send(rank: Rank, number: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(rank.pid, number)
 
 
 # Compare the steps of a run that was disturbed with those of undisturbed runs.

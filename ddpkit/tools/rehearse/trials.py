@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from ...collectives.tree import flat_bytes
-from ..ranks import Script
-from ..terminal import count
+from ..cli import count
 from .rank import Start, plan_trial
-from .runs import Limits, Reference, Run, run_once
+from .runs import Options, Reference, Run, run_once
 
 # Compare the tensors in the files of two folders.
 
@@ -110,7 +109,6 @@ def _tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
         yield from _tensors(child, f"{path}.{key}")
 
 
-FOLDER = "{folder}"
 _TOLERANCE = 1e-3  # relative difference of tensors in files, where undisturbed runs agree exactly
 _MARGIN = 10  # times the difference between undisturbed runs
 _WHOLE = "undisturbed"  # the folder of the first run
@@ -122,31 +120,6 @@ class UnfitScriptError(Exception):
     def __init__(self, reason: str, output: list[str]) -> None:
         super().__init__(reason)
         self.output = output
-
-
-@dataclass(frozen=True)
-class Options:
-    """What to rehearse.
-
-    Attributes:
-        script: The script; `{folder}` in its arguments stands for the folder of a run.
-        again: Arguments that it gets in addition when it is started again.
-        ranks: The numbers of ranks; undisturbed runs on the others are compared with one on the first.
-        kinds: The kinds of disturbances.
-        seed: Of all trials.
-        exact: Whether the tensors in files must be equal bit for bit.
-        limits: How long to wait.
-        device: "cpu" hides the GPUs.
-    """
-
-    script: Script
-    again: list[str]
-    ranks: list[int]
-    kinds: list[str]
-    seed: int
-    exact: bool
-    limits: Limits
-    device: str
 
 
 @dataclass
@@ -224,7 +197,7 @@ class Rehearsal:
         made = 0
         for start in plan_trial(self._options.seed, number, self._options.kinds, events):
             self._announce(f"trial {number}, {count(start.ranks, 'rank')}")
-            run = self._run(start, name, is_again=bool(runs))
+            run = run_once(self._options, self._folder / name, start, is_again=bool(runs))
             runs.append(run)
             if self.reference is None:
                 continue
@@ -244,7 +217,7 @@ class Rehearsal:
     def _run_whole(self, ranks: int, name: str) -> Run:
         """Run the script undisturbed, to its end."""
         self._announce(f"undisturbed, {count(ranks, 'rank')}")
-        run = self._run(Start(ranks, None), name, is_again=False)
+        run = run_once(self._options, self._folder / name, Start(ranks, None), is_again=False)
         if run.hanging:
             raise UnfitScriptError(f"the script hangs on {count(ranks, 'rank')}, undisturbed", run.hanging)
         if run.failed:
@@ -264,18 +237,6 @@ class Rehearsal:
             self._undisturbed[ranks] = run
         return reason
 
-    def _run(self, start: Start, name: str, is_again: bool) -> Run:
-        options = self._options
-        folder = self._folder / name
-        folder.mkdir(exist_ok=True)
-        arguments = options.script.arguments
-        is_inside = not any(FOLDER in argument for argument in [*arguments, *options.again])
-        if is_again:
-            arguments = arguments + options.again
-        named = [argument.replace(FOLDER, str(folder)) for argument in arguments]
-        script = replace(options.script, arguments=named)
-        return run_once(script, folder, is_inside, start, options.limits, options.device)
-
     def _compare(self, reference: Reference, run: Run, name: str) -> str:
         """Learn from another undisturbed run; return why it cannot be compared, "" if it can."""
         reason = reference.add(run)
@@ -288,13 +249,11 @@ class Rehearsal:
         for run in trial.runs:
             ranks = count(run.start.ranks, "rank")
             if run.hanging:
-                text = f"on {ranks} some did not end within {self._options.limits.grace:g} s"
+                text = f"on {ranks} some did not end within {self._options.grace:g} s"
                 trial.notes += [text, *run.hanging]
-            was_paused = run.is_disturbed and run.kind == "pause"
-            if run.failed and (was_paused or not run.is_disturbed):
+            if run.failed and not run.is_disturbed:
                 rank = run.failed[0]
-                what = "after a rank was stopped for a while" if was_paused else "started again"
-                trial.wrong.append(f"{what} on {ranks}, it failed: rank {rank} {run.ends[rank]}")
+                trial.wrong.append(f"started again on {ranks}, it failed: rank {rank} {run.ends[rank]}")
                 trial.notes += run.output
                 break  # later starts fail as well
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from ...recorder import Recorder, content, size_of
-from ..source import Stack, is_own, is_own_object, own_frames, place_of, stack
+from ..recorder import Recorder, content, size_of
 from .process import Function, after, before, guarded
+from .source import Stack, is_own, is_own_object, own_frames, place_of, stack
 
 _HERE = os.path.dirname(__file__)
 _MANY_CALLS = 16  # calls of networks that are kept for a step

@@ -12,13 +12,13 @@ from torch.nn import functional
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ...recorder import Recorder, hash_of, parameters_of, sample, whole
-from ..source import Place, Stack, divides_by_ranks, divisions_of_loss, stack
+from ..recorder import Recorder, hash_of, parameters_of, sample, whole
 from .collectives import Collectives
+from .loaders import Samples
 from .modules import Modules, roots, variables
 from .process import Ending, Function, after, before, guarded, replace
 from .random_numbers import Windows
-from .samples import Samples
+from .source import Place, Stack, divides_by_ranks, divisions_of_loss, stack
 
 _LOSSES = (
     "cross_entropy",

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
-from ...recorder import Record
-from ..source import rank_condition
-from .facts import Facts, Finding, all_equal, in_function_of, place, places, say_ranks
+from ..recorder import Record
+from .facts import Facts, Finding, agree, all_equal, in_function_of, place, places
+from .source import rank_condition
 
 _SOME_STEPS = 3  # after which a parameter without a gradient gets none
 _ROUNDING = 1e-4  # relative difference of gradients that sums in another order may have
@@ -65,38 +65,33 @@ class _Optimizer(NamedTuple):
 
 def find(facts: Facts) -> Iterator[Finding]:
     """Compare what the ranks' optimisers hold at each step."""
-    steps = facts.rows("step", "optimizer", "number")
-    numbers = dict.fromkeys(optimizer for (optimizer, _), _ in steps)
-    found = [_optimizer(facts, number, [r for (o, _), r in steps if o == number]) for number in numbers]
-    optimizers = [optimizer for optimizer in found if optimizer is not None]
-    unaveraged = list(filter(None, [_find_unaveraged(facts, optimizer) for optimizer in optimizers]))
-    yield from unaveraged
-    yield from filter(None, [_find_without(facts, optimizer) for optimizer in optimizers])
-    rows = [records for _, records in steps]
+    steps = facts.steps
+    optimizers = list(_optimizers(facts, steps))
+    unaveraged = [_find_unaveraged(facts, optimizer) for optimizer in optimizers]
+    without = [_find_without(facts, optimizer) for optimizer in optimizers]
     different = _find_different_start(facts, optimizers)
-    if different is None and not unaveraged:
-        different = _find_states(facts, rows) or _find_drift(facts, optimizers)
-    yield from filter(None, [different, _find_buffers(facts, rows)])
+    if different is None and not any(unaveraged):
+        different = _find_states(facts, steps) or _find_drift(facts, optimizers)
+    yield from filter(None, [*unaveraged, *without, different, _find_buffers(facts, steps)])
 
 
-def _optimizer(facts: Facts, number: int, steps: list[list[Record]]) -> _Optimizer | None:
-    """Put together what the ranks have told of an optimizer; None if one has not told of it."""
-    told = [[r for r in records if r["optimizer"] == number] for records in facts.of("optimizer").values()]
-    if not all(told):
-        return None
-    tables: list[dict[tuple[Any, ...], int]] = []
-    for records in told:
-        whole = [(i, p) for i, p in enumerate(records[-1]["parameters"]) if p["whole"]]
-        tables.append({(p["name"], tuple(p["shape"])): i for i, p in whole})
-    common = [key for key in tables[0] if all(key in table for table in tables)]
-    positions = {key[0]: [table[key] for table in tables] for key in common}
-    parameters = {p["name"]: p for p in told[0][-1]["parameters"]}
-    return _Optimizer(parameters, told[0][-1]["made"], positions, steps, _reduced(facts, number))
+def _optimizers(facts: Facts, steps: list[list[Record]]) -> Iterator[_Optimizer]:
+    """Put together what the ranks have told of each optimizer."""
+    for (number,), told in facts.rows("optimizer", "optimizer"):
+        tables: list[dict[tuple[Any, ...], int]] = []
+        for record in told:
+            whole = [(i, p) for i, p in enumerate(record["parameters"]) if p["whole"]]
+            tables.append({(p["name"], tuple(p["shape"])): i for i, p in whole})
+        common = [key for key in tables[0] if all(key in table for table in tables)]
+        positions = {key[0]: [table[key] for table in tables] for key in common}
+        parameters = {p["name"]: p for p in told[0]["parameters"]}
+        own_steps = [records for records in steps if records[0]["optimizer"] == number]
+        yield _Optimizer(parameters, told[0]["made"], positions, own_steps, _reduced(facts, number))
 
 
 def _reduced(facts: Facts, optimizer: int) -> set[str]:
     """Name what a collective was given of an optimiser's parameters; -1 is for buffers."""
-    trained = [record.get("trained") for record in facts.of("collective")[facts.ranks[0]]]
+    trained = [record.get("trained") for record in facts.first("collective")]
     return {name for number, name in filter(None, trained) if number == optimizer}
 
 
@@ -133,7 +128,7 @@ def _find_unaveraged(facts: Facts, optimizer: _Optimizer) -> Finding | None:
             continue
         lines, why, fix = _cause(facts, records[0], optimizer, names)
         difference = max(found[name] for name in names)
-        who = say_ranks(facts.ranks)
+        who = facts.who
         evidence = f"{_name_some(names)}: at optimizer step {number} the gradients of {who} differ by {difference:.0%}"
         return facts.finding("gradients-not-averaged", evidence, why, fix, *lines)
     return None
@@ -192,7 +187,7 @@ def _find_without(facts: Facts, optimizer: _Optimizer) -> Finding | None:
         return None
     made = optimizer.parameters[names[0]]["made"]
     count = len(optimizer.steps)
-    evidence = f"{_name_some(names)}: no gradient at any of {count} optimizer steps, on {say_ranks(facts.ranks)}"
+    evidence = f"{_name_some(names)}: no gradient at any of {count} optimizer steps, on {facts.who}"
     lines = [last["without"][names[0]], in_function_of(made, optimizer.made), made, optimizer.made]
     if lost:
         why = "what they compute goes into a collective, whose results carry no gradient: they never change"
@@ -221,7 +216,7 @@ def _find_different_start(facts: Facts, optimizers: list[_Optimizer]) -> Finding
 
 
 def _started_different(facts: Facts, names: list[str], made: list[Any], optimizer: list[Any]) -> Finding:
-    evidence = f"{_name_some(names)}: at the first optimizer step {say_ranks(facts.ranks)} hold different values"
+    evidence = f"{_name_some(names)}: at the first optimizer step {facts.who} hold different values"
     why = "equal gradients keep replicas apart that begin apart: there is no one model, and rank 0's is saved"
     fix = "send out rank 0's: `for t in model.state_dict().values(): dist.broadcast(t, src=0)`"
     lines = [in_function_of(made, optimizer), made, optimizer]
@@ -235,9 +230,9 @@ def _find_states(facts: Facts, rows: list[list[Record]]) -> Finding | None:
         rates = [record["rates"] for record in records]
         if not all_equal(rates):
             found = " and ".join(str(rate[0]) for rate in rates)
-            evidence = f"at optimizer step {number} the learning rates of {say_ranks(facts.ranks)} are {found}"
-        elif number == 1 and not all_equal([record["state"] for record in records]):
-            evidence = f"at the first step the optimizer states of {say_ranks(facts.ranks)} differ"
+            evidence = f"at optimizer step {number} the learning rates of {facts.who} are {found}"
+        elif number == 1 and not agree(records, "state"):
+            evidence = f"at the first step the optimizer states of {facts.who} differ"
         else:
             continue
         loaded: list[Any] = next((record["loaded"] for record in records if record["loaded"]), [])
@@ -268,7 +263,7 @@ def _find_drift(facts: Facts, optimizers: list[_Optimizer]) -> Finding | None:
             names = [name for name in optimizer.different(records) if name not in optimizer.by_hand]
             if not names or optimizer.is_averaged(number):
                 continue
-            seen = f"equal at first, different on {say_ranks(facts.ranks)} before step {number}"
+            seen = f"equal at first, different on {facts.who} before step {number}"
             evidence = f"{_name_some(names)}: {seen}"
             why = "something changes the weights by a number that each rank has for itself; gradients were equal"
             fix = "reduce that number over ranks first: `dist.all_reduce(x, op=dist.ReduceOp.MAX)`"
@@ -288,7 +283,7 @@ def _find_buffers(facts: Facts, rows: list[list[Record]]) -> Finding | None:
             differing = [n for n in hashes[0] if not all_equal([h.get(n) for h in hashes])]
             differing = [n for n in differing if f"{name}.{n}" not in by_hand]
             if differing:
-                evidence = f"buffer {_name_some(differing)}: different on {say_ranks(facts.ranks)} at step {number}"
+                evidence = f"buffer {_name_some(differing)}: different on {facts.who} at step {number}"
                 why = "the ranks evaluate different networks, and the one that is saved is rank 0's"
                 fix = "leave `broadcast_buffers=True`, use SyncBatchNorm, or call `ddpkit.sync_buffers(model)`"
                 return facts.finding("replicas-drift", evidence, why, fix, entry["ddp"] or records[0]["where"])

@@ -8,8 +8,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from ...recorder import Recorder
-from ..source import awaits_stop_iteration
+from ..recorder import Recorder
+from .source import awaits_stop_iteration
 
 Function = Callable[..., Any]
 _failed: set[str] = set()

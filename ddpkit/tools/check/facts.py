@@ -1,13 +1,212 @@
-"""Watch the ranks of a checked script until they have shown enough, or cannot go on."""
+"""Follow the ranks of a checked script until they have shown enough, and hold what they have told."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 from ..ranks import Rank, Ranks
 from ..recorder import Record
-from .findings.facts import SCRIPT_END, Facts, Parting, say_ranks
+from .source import Place
+
+SEVERITIES = ("wrong", "suspicious")
+SCRIPT_END = "the end of the script"  # where a rank has come that has ended without an error
+
+
+@dataclass
+class Finding:
+    """A bug of the script.
+
+    Attributes:
+        kind: The name of the bug.
+        severity: One of `SEVERITIES`.
+        where: The line of the script to change.
+        ranks: The ranks that show it.
+        evidence: What was seen, in numbers.
+        why: Why it matters.
+        fix: The remedy, in a line of code.
+        also: More lines that belong to it.
+    """
+
+    kind: str
+    severity: str
+    where: Place | None
+    ranks: list[int]
+    evidence: str
+    why: str
+    fix: str
+    also: list[Place]
+
+
+@dataclass
+class Facts:
+    """What was seen of a run.
+
+    Attributes:
+        records: What each rank has told, by its number.
+        parted: Where the ranks' collectives parted, if they did.
+    """
+
+    records: dict[int, list[Record]]
+    parted: Parting | None = None
+
+    @property
+    def ranks(self) -> list[int]:
+        """List the ranks."""
+        return sorted(self.records)
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return len(self.records)
+
+    @property
+    def who(self) -> str:
+        """Name the ranks in a sentence."""
+        return say_ranks(self.ranks)
+
+    @property
+    def steps(self) -> list[list[Record]]:
+        """List the optimiser steps that all ranks have made, as a record of each rank."""
+        return [records for _, records in self.rows("step", "optimizer", "number")]
+
+    @property
+    def training(self) -> set[str]:
+        """Name the loaders from which a rank trains."""
+        return {record["loader"] for record in self.all("trains")}
+
+    @property
+    def deals_micro_batches(self) -> bool:
+        """Return whether ranks take different numbers of micro-batches, whose gradients `exact_gradients` adds up."""
+        return any(record.get("sampler") == "MicroBatchSampler" for record in self.all("epoch"))
+
+    def finding(
+        self,
+        kind: str,
+        evidence: str,
+        why: str,
+        fix: str,
+        *lines: Sequence[Any] | None,
+        severity: str = "wrong",
+        ranks: list[int] | None = None,
+    ) -> Finding:
+        """Make a finding at the nearest of some lines or stacks, of all ranks by default; the others belong to it."""
+        found = places(*lines)
+        where = found[0] if found else None
+        return Finding(kind, severity, where, ranks or self.ranks, evidence, why, fix, found[1:])
+
+    def of(self, kind: str) -> dict[int, list[Record]]:
+        """Select the records of one kind, by rank."""
+        return {rank: [r for r in self.records[rank] if r["kind"] == kind] for rank in self.ranks}
+
+    def all(self, kind: str) -> list[Record]:
+        """List the records of one kind, of all ranks."""
+        return list(chain.from_iterable(self.of(kind).values()))
+
+    def first(self, kind: str) -> list[Record]:
+        """List the records of one kind, of the first rank."""
+        return [record for record in self.records[self.ranks[0]] if record["kind"] == kind]
+
+    def rows(self, kind: str, *keys: str) -> list[tuple[tuple[Any, ...], list[Record]]]:
+        """Put records of the ranks side by side, by the values of some fields.
+
+        Returns:
+            For each combination of values that every rank has told: these, and a record of each rank.
+        """
+        by_rank = []
+        for records in self.of(kind).values():
+            by_rank.append({tuple(record[key] for key in keys): record for record in records})
+        first, *others = by_rank
+        common = [values for values in first if all(values in other for other in others)]
+        rows = [(values, [table[values] for table in by_rank]) for values in common]
+        if kind == "step" and self.all("join"):  # then ranks make other numbers of steps
+            rows = [row for row in rows if agree(row[1], "position")]
+        return rows
+
+
+@dataclass
+class Parting:
+    """The first collective that ranks did not enter alike.
+
+    Attributes:
+        ranks: Two ranks.
+        entered: The collective that each entered, None for one that has ended or waits elsewhere.
+        ends: How a rank ended, "" while it runs.
+    """
+
+    ranks: tuple[int, int]
+    entered: tuple[Record | None, Record | None]
+    ends: str = ""
+
+
+def place(places: Sequence[Any]) -> Place | None:
+    """Return the nearest line of a recorded stack."""
+    return Place(*places[0]) if places else None
+
+
+def places(*stacks: Sequence[Any] | None) -> list[Place]:
+    """List the lines of recorded stacks, and single lines, each once."""
+    found: list[Place] = []
+    for stack in stacks:
+        if isinstance(stack, Place):
+            found.append(stack)
+        else:
+            found += [Place(*entry) for entry in stack or []]
+    return list(dict.fromkeys(found))
+
+
+def in_function_of(stack: Sequence[Any], other: Sequence[Any]) -> Place | None:
+    """Return the line of a stack that is in the function where another begins; else its nearest."""
+    target = place(other)
+    lines = places(stack)
+    same = [line for line in lines if target and (line.file, line.function) == (target.file, target.function)]
+    return next(iter([*same, *lines]), None)
+
+
+def all_equal(values: Sequence[Any]) -> bool:
+    """Return whether all values are equal."""
+    return all(value == values[0] for value in values)
+
+
+def agree(records: Sequence[Record], key: str) -> bool:
+    """Return whether a field is equal in all records."""
+    return all_equal([record[key] for record in records])
+
+
+def say_ranks(ranks: list[int]) -> str:
+    """Name ranks.
+
+    >>> say_ranks([0, 1, 2])
+    'ranks 0, 1 and 2'
+    """
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return "ranks " + ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"
+
+
+# Tell ranks that hold parts of one network from ranks that hold replicas of it.
+
+OF_REPLICAS = frozenset(
+    [
+        "gradients-not-averaged",
+        "replicas-differ-at-start",
+        "replicas-drift",
+        "same-samples",
+        "same-random-numbers",
+    ]
+)
+
+
+def hold_parts(facts: Facts) -> bool:
+    """Return whether the network is spread over the ranks in stages: tensors go from rank to rank in training."""
+    if any(record["causes"] for record in facts.all("step")):  # a DDP, of replicas
+        return False
+    sending = [records for records in facts.of("point to point").values() if any(r["step"] for r in records)]
+    return len(sending) > 1
+
 
 # Compare the order in which ranks enter collectives, as they tell it.
 
@@ -164,7 +363,7 @@ class Watch:
         made = [_steps(rank) for rank in self._ranks.all]
         steps = min(filter(None, made), default=0)
         trouble, details = self._describe_trouble(hanging, steps)
-        failed = {r["name"]: r["error"] for records in facts.of("observer failed").values() for r in records}
+        failed = {record["name"]: record["error"] for record in facts.all("observer failed")}
         return Outcome(facts, steps, trouble, details, seconds, failed)
 
     def _describe_trouble(self, hanging: bool, steps: int) -> tuple[str, list[str]]:

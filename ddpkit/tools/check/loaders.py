@@ -13,13 +13,13 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from torch.utils.data import dataloader as loading
 from torch.utils.data._utils import fetch
 
-from ....collectives.digest import digest
-from ....data.streams import Stream
-from ...recorder import Recorder, content
-from ..source import Place, Stack, bound_of_loop, definition, is_own_object, stack
+from ...collectives.digest import digest
+from ...data.streams import Stream
+from ..recorder import Recorder, content
 from .modules import Modules
 from .process import Ending, Function, after, before, guarded, replace
 from .random_numbers import GENERATORS, Draws, State, Windows, generators_in, states
+from .source import Place, Stack, bound_of_loop, definition, is_own_object, stack
 
 _MANY = 2_000_000  # samples of an epoch that are listed
 _BATCHES = 64  # of an epoch that are described one by one

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...recorder import Record
-from .facts import Facts, Finding, all_equal, in_function_of, say_ranks
+from ..recorder import Record
+from .facts import Facts, Finding, all_equal, in_function_of
 
 _EXACT = 1e-3  # relative difference of numbers that are meant to be equal
 _UNEVEN = 1.02  # ratio of counts that are not
@@ -18,9 +18,9 @@ _Losses = dict[tuple[Any, ...], list[dict[str, Any]]]
 def find(facts: Facts) -> Iterator[Finding]:
     """Look at how losses enter the gradients of each step, and at metrics."""
     if not facts.deals_micro_batches:
-        rows = [records for _, records in facts.rows("step", "optimizer", "number")]
-        found = [_find_uneven(facts, rows) or _find_divided_twice(facts, rows)]
-        yield from filter(None, [*found, _find_divided_by_ranks(facts, rows), _find_sums(facts, rows)])
+        rows = facts.steps
+        uneven = _find_uneven(facts, rows) or _find_divided_twice(facts, rows)
+        yield from filter(None, [uneven, _find_divided_by_ranks(facts, rows), _find_sums(facts, rows)])
     for _, records in facts.rows("collective", "position", "group"):
         if _is_mean_of_means(facts, records):
             yield _mean_of_means(facts, records)
@@ -95,7 +95,7 @@ def _find_divided_twice(facts: Facts, rows: list[list[Record]]) -> Finding | Non
             shares = " and ".join(f"{total:.3f}" for total in totals)
     if not shares or len(rows) < 2:
         return None
-    evidence = f"the losses of {say_ranks(facts.ranks)} enter their mean with weights {shares}, which add up to 1"
+    evidence = f"the losses of {facts.who} enter their mean with weights {shares}, which add up to 1"
     why = f"DDP averages over ranks, so the gradient is 1/{facts.world_size} of that of the mean"
     fix = "multiply by the number of ranks: `loss = loss_sum / total * dist.get_world_size()`"
     lines = [step["divided"], step["backward"], step["losses"][0]["where"][:1]]
@@ -116,7 +116,7 @@ def _find_divided_by_ranks(facts: Facts, rows: list[list[Record]]) -> Finding | 
     if not rows:
         return None
     step = rows[0][0]
-    evidence = f"{say_ranks(facts.ranks)} divide their mean losses by {facts.world_size}, and DDP averages them again"
+    evidence = f"{facts.who} divide their mean losses by {facts.world_size}, and DDP averages them again"
     why = f"the gradient is 1/{facts.world_size} of that of the mean, and shrinks with the number of ranks"
     fix = "leave the division out: DDP averages gradients over ranks"
     lines = [step["by_ranks"], step["backward"]]
@@ -133,7 +133,7 @@ def _find_sums(facts: Facts, rows: list[list[Record]]) -> Finding | None:
         if divides or _counts_travel(facts) or _are_one_mean([record["losses"] for record in records]):
             continue
         number = records[0]["number"]
-        evidence = f"at optimizer step {number} the gradients are the sum of those of {say_ranks(facts.ranks)}"
+        evidence = f"at optimizer step {number} the gradients are the sum of those of {facts.who}"
         why = f"a step is {facts.world_size} times as long, and grows with the number of ranks"
         fix = "divide after the sum: `grad /= dist.get_world_size()`"
         return facts.finding("wrong-divisor", evidence, why, fix, summed["where"], severity=_severity(records[0]))
@@ -155,12 +155,8 @@ def _are_one_mean(by_rank: list[list[dict[str, Any]]]) -> bool:
 
 def _counts_travel(facts: Facts) -> bool:
     """Return whether the ranks add up counts, by which they may have divided before."""
-    for records in facts.of("collective").values():
-        for record in records:
-            values = record.get("values") or []
-            if any(isinstance(v, int) or (float(v).is_integer() and v > 1) for v in values):
-                return True
-    return False
+    values = [value for record in facts.all("collective") for value in record.get("values") or []]
+    return any(isinstance(value, int) or (float(value).is_integer() and value > 1) for value in values)
 
 
 # Find metrics that are means of the ranks' means over uneven shares.
@@ -195,7 +191,7 @@ def _mean_of_means(facts: Facts, records: list[Record]) -> Finding:
     before = before[: before.index(first)]
     evaluated: list[Any] = next((record["where"] for record in reversed(before) if record["kind"] == "epoch"), [])
     shares = " and ".join(str(record["samples"]) for record in records)
-    evidence = f"means over {shares} samples, of {say_ranks(facts.ranks)}, are averaged as equals"
+    evidence = f"means over {shares} samples, of {facts.who}, are averaged as equals"
     why = "the result is not the mean over the samples, and changes with the number of ranks"
     fix = "add up sums and counts, and divide then: `ddpkit.all_reduce_mean(mean, weight=count)`"
     where = in_function_of(first["where"], evaluated)

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.join import Join
 
-from ...recorder import Recorder
-from ..source import Stack, divides_by_ranks, is_own, loop_keys, stack
+from ..recorder import Recorder
 from .modules import Modules
 from .process import Function, before, guarded, replace
+from .source import Stack, divides_by_ranks, is_own, loop_keys, stack
 
 _WITH_TENSORS = (
     "all_reduce",

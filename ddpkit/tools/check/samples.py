@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-from ...recorder import Record
-from ..source import Place, is_shared_out
-from .facts import Facts, Finding, all_equal, place, say_ranks
+from ..recorder import Record
+from .facts import Facts, Finding, agree, all_equal, place
+from .source import Place, is_shared_out
 
 _CLOSE = 0.1  # share of a stream's samples that may be left out, as broken ones, or come again
 _COMPARED = 3  # batches or steps that must be equal on all ranks, if there are as many
@@ -67,7 +67,7 @@ def _find_same(facts: Facts, records: list[Record], contents: list[list[int]]) -
     while equal < number and contents[0][equal] and all_equal([batches[equal] for batches in contents]):
         equal += 1
     plans = [record.get("plan") for record in records]
-    are_planned = plans[0] is not None and all_equal(plans) and all_equal([record["dataset"] for record in records])
+    are_planned = plans[0] is not None and all_equal(plans) and agree(records, "dataset")
     fetch, kinds = next((found for found in _equal_fetches(facts) if found[0]["loader"] == epoch["loader"]), ({}, []))
     if not (equal and equal >= min(number, _COMPARED)) and not (are_planned and number and fetch):
         return None
@@ -81,22 +81,21 @@ def _find_same(facts: Facts, records: list[Record], contents: list[list[int]]) -
     else:
         lines = [epoch["made"], *made]
         fix = "`DataLoader(dataset, sampler=DistributedSampler(dataset))`"
-    evidence = f"the first {min(equal, number) or number} batches are the same on {say_ranks(facts.ranks)}"
+    evidence = f"the first {min(equal, number) or number} batches are the same on {facts.who}"
     why = f"{facts.world_size} ranks do the work of one: the gradient is that of one rank's samples"
     return facts.finding("same-samples", evidence, why, fix, *lines)
 
 
 def _find_equal_inputs(facts: Facts) -> Iterator[Finding]:
     """Find ranks that give their networks the same inputs at each step, where no loader is used."""
-    steps = facts.rows("step", "optimizer", "number")
-    rows = [records for _, records in steps if all(record["calls"] for record in records)][:_COMPARED]
+    rows = [records for records in facts.steps if all(record["calls"] for record in records)][:_COMPARED]
     for records in rows:
         inputs = [[call["input"] for call in record["calls"] if call["input"]] for record in records]
         if not inputs[0] or not all_equal(inputs):
             return
     if rows:
         lines = [rows[0][0]["calls"][0]["where"], _seeded(facts, ["torch", "numpy", "random"]).get("where")]
-        evidence = f"at each of {len(rows)} steps the inputs are the same on {say_ranks(facts.ranks)}"
+        evidence = f"at each of {len(rows)} steps the inputs are the same on {facts.who}"
         why = f"{facts.world_size} ranks do the work of one: the gradient is that of one rank's samples"
         fix = "draw the samples of each rank with a seed of its own, or let each take its share: `[rank::world_size]`"
         yield facts.finding("same-samples", evidence, why, fix, *lines)
@@ -138,7 +137,7 @@ def _compare_with_length(facts: Facts, records: list[Record], number: int) -> Fi
     if most < length:
         kind, read, why = "samples-missing", f"at most {most}", "samples come on no rank"
     why += ", unless the length is wrong; then `len(loader)` is, and schedules that are made by it"
-    evidence = f"{say_ranks(facts.ranks)} read {read} samples in an epoch; the stream's length is {length}"
+    evidence = f"{facts.who} read {read} samples in an epoch; the stream's length is {length}"
     where = place(epoch["lines"])
     fix = _SHARE_OUT
     if where is not None and where.function == "shard":
@@ -165,8 +164,8 @@ def _examine_plans(facts: Facts, records: list[Record], trains: bool) -> Finding
     epoch = records[0]
     if any(record["replaces"] for record in records):
         return None
-    if not all_equal([record["dataset"] for record in records]):
-        are_alike = trains and all_equal([record["contents"] for record in records])
+    if not agree(records, "dataset"):
+        are_alike = trains and agree(records, "contents")
         return _differently_ordered(facts, epoch) if are_alike else None
     plans = [record["plan"] for record in records]
     expected: set[int] = set()
@@ -178,7 +177,7 @@ def _examine_plans(facts: Facts, records: list[Record], trains: bool) -> Finding
     extra = sum(map(len, plans)) - len(dealt)
     batch = int(epoch["batch_size"]) * facts.world_size
     if all(len(plan) >= total for plan in plans):
-        evidence = f"each of {say_ranks(facts.ranks)} goes through all {total} samples in an epoch"
+        evidence = f"each of {facts.who} goes through all {total} samples in an epoch"
         why = f"an epoch is {facts.world_size} epochs, of which the ranks know nothing: schedules and logs are wrong"
         fix = "`DataLoader(dataset, sampler=DistributedSampler(dataset))`"
         return _about_sampler("samples-repeated", facts, epoch, evidence, why, fix) if trains else None
@@ -214,7 +213,7 @@ def _about_sampler(kind: str, facts: Facts, epoch: Record, evidence: str, why: s
 
 
 def _differently_ordered(facts: Facts, epoch: Record) -> Finding:
-    evidence = f"{say_ranks(facts.ranks)} hold the same samples in different orders, and deal positions in them"
+    evidence = f"{facts.who} hold the same samples in different orders, and deal positions in them"
     why = "a position is another sample on each rank: some samples come twice, others never"
     fix = "leave the list in one order, or shuffle it with a seed that all ranks have: `random.Random(0).shuffle(x)`"
     shuffled = _seeded(facts, ["shuffle"]).get("where")
@@ -227,7 +226,7 @@ def _find_other_epochs(facts: Facts, records: list[Record]) -> Finding | None:
     if None in told or all_equal([entry["epoch"] for entry in told]):
         return None
     numbers = " and ".join(str(entry["epoch"]) for entry in told)
-    evidence = f"{say_ranks(facts.ranks)} tell their samplers that this is epoch {numbers}"
+    evidence = f"{facts.who} tell their samplers that this is epoch {numbers}"
     why = "they shuffle in different orders, so that their shares overlap, and do not end together"
     fix = "let rank 0 tell the others where to begin: `dist.broadcast(start, src=0)`"
     return facts.finding("one-rank-decides", evidence, why, fix, told[0]["where"])
@@ -259,7 +258,7 @@ def _find_same_orders(facts: Facts, training: set[str]) -> Iterator[Finding]:
         plan = first.get("plan")
         if not first["has_epoch"] or not plan or plan == sorted(plan):
             continue
-        if len(records) < 2 or not all_equal([record["plan"] for record in records]):
+        if len(records) < 2 or not agree(records, "plan"):
             continue
         seen = f"{len(records)} epochs have the same order of the {len(plan)} samples of rank 0"
         evidence = f"{seen}: `set_epoch` is not called"
@@ -271,7 +270,7 @@ def _find_same_orders(facts: Facts, training: set[str]) -> Iterator[Finding]:
 def _epochs_of_lines(facts: Facts, training: set[str]) -> list[list[Record]]:
     """Put together the epochs of each loader, and of loaders which one line makes anew for each epoch."""
     epochs: dict[str, list[Record]] = {}
-    for record in facts.of("epoch")[facts.ranks[0]]:
+    for record in facts.first("epoch"):
         if record["loader"] in training:
             epochs.setdefault(record["loader"], []).append(record)
     found: dict[tuple[Any, ...], list[Record]] = {}
@@ -304,7 +303,7 @@ def _equal_fetches(facts: Facts) -> Iterator[tuple[Record, list[str]]]:
 
 def _seeded(facts: Facts, kinds: list[str]) -> Record:
     """Return how some generators were last seeded by the script, {} if they were not."""
-    seeds = [record for record in facts.of("seeded")[facts.ranks[0]] if record["generator"] in kinds]
+    seeds = [record for record in facts.first("seeded") if record["generator"] in kinds]
     return seeds[-1] if seeds else {}
 
 
@@ -312,19 +311,18 @@ def _find_same_draws(facts: Facts) -> Finding | None:
     """Find datasets that draw the same numbers on all ranks for other samples."""
     first_batches: dict[str, bool] = {}  # whether they are equal, which is another bug
     for (loader, _, _), records in facts.rows("batch", "loader", "number", "batch"):
-        first_batches.setdefault(loader, all_equal([record["content"] for record in records]))
+        first_batches.setdefault(loader, agree(records, "content"))
     for fetch, kinds in _equal_fetches(facts):
         if not first_batches.get(fetch["loader"]):
             who = "the loaders" if fetch["worker"] is None else f"workers {fetch['worker']}"
-            evidence = f"{who} of {say_ranks(facts.ranks)} draw from equal states of {', '.join(kinds)}"
+            evidence = f"{who} of {facts.who} draw from equal states of {', '.join(kinds)}"
             return _same_numbers(facts, evidence, fetch["lines"], kinds)
     return None
 
 
 def _find_same_noise(facts: Facts) -> Finding | None:
     """Find noise and dropout that are the same on all ranks at each step."""
-    rows = [records for _, records in facts.rows("step", "optimizer", "number")]
-    rows = [records for records in rows if all(record["random"]["drawn"] for record in records)]
+    rows = [records for records in facts.steps if all(record["random"]["drawn"] for record in records)]
     kinds = sorted(set.intersection(*map(_equal_states, rows[:_COMPARED]))) if len(rows) > 1 else []
     if not kinds:
         return None
@@ -333,7 +331,7 @@ def _find_same_noise(facts: Facts) -> Finding | None:
     if lines and not own_lines:
         return None
     steps = min(_COMPARED, len(rows))
-    evidence = f"at each of {steps} steps {say_ranks(facts.ranks)} draw from equal states of {', '.join(kinds)}"
+    evidence = f"at each of {steps} steps {facts.who} draw from equal states of {', '.join(kinds)}"
     return _same_numbers(facts, evidence, own_lines, kinds)
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...recorder import Recorder
-from ..source import Place, is_own, own_frames, place_of, stack
+from ..recorder import Recorder
 from .process import before
+from .source import Place, is_own, own_frames, place_of, stack
 
 GENERATORS = (np.random.RandomState, np.random.Generator, random.Random, torch.Generator)
 State = dict[str, tuple[int, int]]  # hash and position of each generator

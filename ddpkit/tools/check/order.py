@@ -7,9 +7,9 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from ...recorder import Record
-from ..source import Loop, Place, is_inside, leaving_condition, loops_around, rank_condition, skipping_lines
-from .facts import SCRIPT_END, Facts, Finding, Parting, all_equal, place, places, say_ranks
+from ..recorder import Record
+from .facts import SCRIPT_END, Facts, Finding, Parting, agree, all_equal, place, places, say_ranks
+from .source import Loop, Place, is_inside, leaving_condition, loops_around, rank_condition, skipping_lines
 
 
 def find(facts: Facts) -> Iterator[Finding]:
@@ -29,12 +29,11 @@ def _find_skipping(facts: Facts) -> Finding | None:
     if facts.deals_micro_batches or _is_handled(facts):
         return None
     lines: list[Place] = []
-    for (_, number), records in facts.rows("step", "optimizer", "number"):
-        positions = [record["position"] for record in records]
+    for records in facts.steps:
         lines = lines or skipping_lines(places(records[0]["where"]))
-        if lines and not all_equal(positions):
-            batches = " and ".join(str(position[-1][2]) for position in positions if position)
-            evidence = f"at optimizer step {number}, {say_ranks(facts.ranks)} are at batches {batches} of an epoch"
+        if lines and not agree(records, "position"):
+            batches = " and ".join(str(record["position"][-1][2]) for record in records if record["position"])
+            evidence = f"at optimizer step {records[0]['number']}, {facts.who} are at batches {batches} of an epoch"
             why = "gradients of different steps are averaged, and at the end somebody waits in vain"
             fix = "let all ranks skip together: `skip = ddpkit.stop_together(skip)`"
             return facts.finding("one-rank-decides", evidence, why, fix, lines)
@@ -56,7 +55,7 @@ def _find_other_keys(facts: Facts) -> Finding | None:
         for number, keys in enumerate(zip(*columns, strict=False), 1):
             if not all_equal(keys):
                 said = " and ".join(", ".join(key) for key in keys)
-                evidence = f"call {number} of {first[0]['op']} here is for {said} on {say_ranks(facts.ranks)}"
+                evidence = f"call {number} of {first[0]['op']} here is for {said} on {facts.who}"
                 why = "what belongs to one key is added to what belongs to another, and nothing fails"
                 fix = "go through the keys in one order: `for key in sorted(values):`"
                 return facts.finding("collective-order", evidence, why, fix, first[0]["where"])
@@ -82,9 +81,9 @@ def _find_uneven_epochs(facts: Facts) -> Finding | None:
                 continue
             if kind == "epoch" and _have_common_bound(records, batches):
                 continue
-            epoch = next(record for record in facts.of("epoch")[facts.ranks[0]] if record["loader"] == loader)
+            epoch = next(record for record in facts.first("epoch") if record["loader"] == loader)
             numbers = " and ".join(map(str, batches))
-            evidence = f"{say_ranks(facts.ranks)} have {numbers} batches in an epoch"
+            evidence = f"{facts.who} have {numbers} batches in an epoch"
             why = "the ranks that have more wait for ever, or meet the others in their next epoch: a hang to come"
             fix = "give all ranks as many: `DistributedSampler(dataset)`, or train in `with Join([model]):`"
             lines = [epoch["lines"], epoch["sampler_made"], epoch["made"], epoch["where"]]
@@ -100,21 +99,21 @@ def _have_common_bound(records: list[Record], batches: list[int]) -> bool:
 
 def _is_handled(facts: Facts) -> bool:
     """Return whether the script deals with ranks that end earlier: by Join, or by telling each other."""
-    for records in facts.of("collective").values():
-        if any(record.get("reduction") in ("MIN", "MAX") or record["op"] == "all_gather_object" for record in records):
+    for record in facts.all("collective"):
+        if record.get("reduction") in ("MIN", "MAX") or record["op"] == "all_gather_object":
             return True
-    return any(facts.of("join").values())
+    return bool(facts.all("join"))
 
 
 def _find_plateau(facts: Facts) -> Finding | None:
     """Find learning rates that follow a number which each rank has measured on its own."""
     steps = facts.of("plateau")
     rows = list(zip(*steps.values(), strict=False))
-    rows = [records for records in rows if not all_equal([record["value"] for record in records])]
+    rows = [records for records in rows if not agree(records, "value")]
     stepping = [rank for rank, records in steps.items() if records]
     if rows:
         values = " and ".join(f"{record['value']:.4g}" for record in rows[0])
-        evidence = f"{say_ranks(facts.ranks)} tell the schedule {values}"
+        evidence = f"{facts.who} tell the schedule {values}"
     elif stepping and len(stepping) < facts.world_size:
         evidence = f"rank {stepping[0]} steps the schedule, and others do not"
     else:
@@ -193,7 +192,7 @@ def _find_same_files(facts: Facts) -> Iterator[Finding]:
     for rank, records in facts.of("file").items():
         for record in records:
             writers.setdefault(record["path"], {}).setdefault(rank, record)
-    locked = {record["path"] for records in facts.of("locked").values() for record in records}
+    locked = {record["path"] for record in facts.all("locked")}
     done: set[Place | None] = set()
     for path, by_rank in writers.items():
         ranks = sorted(by_rank)

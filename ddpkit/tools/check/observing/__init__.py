@@ -1,1 +1,0 @@
-"""Observe a checked script from inside: each module records the facts of one subject."""
