@@ -119,7 +119,7 @@ class MainThread:
         if self._caller is not self._thread:
             return "did not call setup(), so nothing can be raised in it"
         if self._signal is None:
-            return "has handlers of its own for all real-time signals, so nothing can be raised in it"
+            return "has handlers of its own for all signals, so nothing can be raised in it"
         if not self._is_mine():
             handler = signal.getsignal(self._signal)
             return f"cannot be interrupted, for the script has given signal {self._signal} the handler {handler}"
@@ -135,8 +135,8 @@ class MainThread:
         signal.signal(self._signal, signal.SIG_DFL)
 
     def _take_signal(self) -> int | None:
-        """Choose a real-time signal that nobody uses."""
-        for number in range(signal.SIGRTMAX, signal.SIGRTMIN, -1):
+        """Choose a signal that nobody uses: a real-time signal, which has no meaning, before one that has."""
+        for number in _signals():
             handler = signal.getsignal(number)
             if handler == signal.SIG_DFL or isinstance(getattr(handler, "__self__", None), MainThread):
                 signal.signal(number, self._raise)
@@ -168,6 +168,12 @@ class MainThread:
                 is_new = time.monotonic() < failure._made + GRACE
                 return is_new or not _is_leaving(failure, sys._current_frames().get(thread))
         return False
+
+
+def _signals() -> Iterator[int]:
+    if hasattr(signal, "SIGRTMAX"):  # macOS has none
+        yield from range(signal.SIGRTMAX, signal.SIGRTMIN, -1)
+    yield signal.SIGURG
 
 
 def _handled_with(error: BaseException | None) -> Iterator[BaseException]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -76,6 +77,17 @@ def compute(seconds: float) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         pass
+
+
+def with_a_handler_for_urgent_data() -> None:
+    signal.signal(signal.SIGURG, say)
+    os.kill(os.getpid(), signal.SIGURG)
+    time.sleep(FOREVER)
+
+
+def with_urgent_data_blocked() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGURG])
+    time.sleep(FOREVER)
 
 
 def with_all_signals_blocked() -> None:
@@ -169,6 +181,12 @@ def after_a_barrier_whose_error_was_swallowed() -> None:
     time.sleep(FOREVER)
 
 
+def with_a_handler_of_c() -> None:
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: None)
+    ctypes.CDLL(None).signal(signal.SIGURG, handler)
+    time.sleep(FOREVER)
+
+
 def while_an_event_loop_waits_for_its_threads() -> None:
     asyncio.run(asyncio.to_thread(time.sleep, FOREVER))
 
@@ -208,10 +226,13 @@ def where_it_is_the_cause_of_a_later_error() -> None:
         while_pools_wait_for_their_threads,
         while_a_child_is_waited_for,
         where_it_is_the_cause_of_a_later_error,
+        with_a_handler_for_urgent_data,
+        with_urgent_data_blocked,
         with_all_signals_blocked,
         in_an_idle_event_loop,
         after_it_was_swallowed_once,
         after_a_barrier_whose_error_was_swallowed,
+        with_a_handler_of_c,
     ],
 )
 def test_a_failure_is_raised(program: Callable[[], None], ends: dict[Callable[[], None], Ended]) -> None:
