@@ -118,7 +118,7 @@ def _reduce(
         factor = weight
     elif op == "mean":
         factor, divisor = normalise(world_size)
-    results: list[Any] = [None] * len(leaves)
+    results: dict[int, Any] = {}
     if plan.fingerprint:
         packed = [weight or 0.0]
         for group in plan.inline:
@@ -130,20 +130,15 @@ def _reduce(
     for group in plan.inline:
         count = group.count_slots(op)
         own = [leaves[i] for i in group.members]
-        _keep(results, group, _unpack_inline(sums[:count], own, group, op, divisor))
+        results.update(zip(group.members, _unpack_inline(sums[:count], own, group, op, divisor), strict=True))
         sums = sums[count:]
     for group in plan.separate:
         own = [leaves[i] for i in group.members]
         home = _CPU if group.dtype is None else own[0].device
         buffer = _scale(_pack(own, group.dtype, op).to(communication_device(home, peers)), factor)
         reduce_in_place(buffer, op in _EXTREMES, peers)
-        _keep(results, group, _unpack(buffer, own, group, op, divisor))
-    return results
-
-
-def _keep(results: list[Any], group: _Group, found: list[Any]) -> None:
-    for i, result in zip(group.members, found, strict=True):
-        results[i] = result
+        results.update(zip(group.members, _unpack(buffer, own, group, op, divisor), strict=True))
+    return [results[i] for i in range(len(leaves))]
 
 
 # Buffers. For minima and maxima elements become keys, int64 in their order, of which ranks take the greatest.
