@@ -143,7 +143,7 @@ def broadcast_into(tensors: list[Tensor]) -> None:
     peers = current_job.data_parallel()
     check_fingerprint(fingerprint_of("a broadcast of tensors", describe_tensors(dict(enumerate(tensors)))), peers)
     for tensor in tensors:
-        data = broadcast_tensor(flat_bytes(tensor), ranks_of(peers)[0], peers)
+        data = broadcast_tensor(flat_bytes(tensor).clone(), ranks_of(peers)[0], peers)
         tensor.copy_(data.view(tensor.dtype).reshape(tensor.shape))
 
 
