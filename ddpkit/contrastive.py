@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .collectives.consistency import communication_device, fingerprint_of, new_block, raise_everywhere, sum_block
+from .collectives.consistency import check_fingerprint, communication_device, fingerprint_of, raise_everywhere
 from .collectives.groups import Group, peers_of
 from .collectives.transfer import as_rows, fingerprint_of_rows, from_rows, gather_rows, tensors_of
 from .collectives.tree import replace_leaves
@@ -115,7 +115,7 @@ class _Joined(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         if ctx.check:
-            sum_block(ctx.fingerprint, new_block(), ctx.peers)
+            check_fingerprint(ctx.fingerprint, ctx.peers)
         found: list[Tensor | None] = []
         for i, gradient in enumerate(gradients):
             if ctx.needs_input_grad[4 + i]:

@@ -15,8 +15,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from .collectives.consistency import check_fingerprint, communication_device, control_device, fingerprint_of
-from .collectives.reduce import reduce_in_place
+from .collectives.consistency import (
+    check_fingerprint,
+    communication_device,
+    control_device,
+    fingerprint_of,
+    reduce_in_place,
+)
 from .collectives.tree import explain_not_dense, name_dtype
 from .errors import MismatchError, describe_error
 from .job import current_job, lifecycle

@@ -33,9 +33,9 @@ from ..parsing import parse
 from .differences import explain_mismatch
 from .digest import hash_of
 
-Block = np.ndarray[Any, np.dtype[np.float64]]
-CHECK = 16  # numbers of a block that are the check
-PAYLOAD = 512 - CHECK  # numbers after them, that travel with it
+Numbers = np.ndarray[Any, np.dtype[np.float64]]
+_CHECK = 16  # numbers of a block that are the check
+PAYLOAD = 512 - _CHECK  # numbers after them
 _FEW = 4  # ranks that send their blocks to each other, as measured
 _LONG = 1_000_000  # characters of fingerprints that go through the store as they are; of longer ones:
 _PARTS_SHOWN = 300
@@ -54,30 +54,47 @@ def check_fingerprint(fingerprint: str, peers: Peers | None = None) -> None:
     Raises:
         MismatchError: If they differ, on every rank, with what differs.
     """
-    if lifecycle.joined():
-        sum_block(fingerprint, new_block(), peers)
+    add_up(fingerprint, (), peers)
 
 
-def new_block() -> Block:
-    """Make a block whose payload, from `CHECK` on, is 0."""
-    return np.zeros(CHECK + PAYLOAD)
+def add_up(fingerprint: str, numbers: Sequence[float] | Numbers, peers: Peers | None = None) -> Numbers:
+    """Return the sums of the ranks' numbers, if all ranks have the same fingerprint. Collective.
 
-
-def sum_block(fingerprint: str, block: Block, peers: Peers | None = None) -> None:
-    """Sum a block's payload over all ranks, in place, if all have the same fingerprint. Collective.
+    Up to `PAYLOAD` numbers travel with the check, more after it.
 
     Raises:
-        MismatchError: If they differ, on every rank, with what differs.
+        MismatchError: If the fingerprints differ, on every rank, with what differs.
     """
     if not lifecycle.joined():
-        return
-    block[:CHECK], expected = _check_numbers(fingerprint, len(ranks_of(peers)))
+        return np.array(numbers, np.float64)
+    block = np.zeros(_CHECK + PAYLOAD)
+    payload = block[_CHECK : _CHECK + len(numbers)]
+    is_inline = len(numbers) <= PAYLOAD
+    if is_inline:
+        payload[:] = numbers
+    block[:_CHECK], expected = _check_numbers(fingerprint, len(ranks_of(peers)))
     if type(torch.from_numpy(block)) is not Tensor:  # it would not be sent, and the other ranks would wait
         raise TypeError("Under FakeTensorMode no values can be exchanged. Call it outside.")
     with current_job.peer_errors():
         _sum_over_ranks(block, peers)
-    if block[:CHECK].tobytes() != expected:
+    if block[:_CHECK].tobytes() != expected:
         _raise_mismatch(fingerprint, peers)
+    if is_inline:
+        return payload
+    sums = torch.tensor(numbers, dtype=torch.float64, device=control_device(peers))
+    return reduce_in_place(sums, peers=peers).cpu().numpy()
+
+
+def reduce_in_place(buffer: Tensor, greatest: bool = False, peers: Peers | None = None) -> Tensor:
+    """Add up a tensor in place, on every rank, or take the greatest; return it. Collective.
+
+    Never AVG: on gloo it is missing, wrong or raises, by torch's version and the dtype.
+    """
+    if lifecycle.joined() and buffer.numel():
+        op = dist.ReduceOp.MAX if greatest else dist.ReduceOp.SUM
+        with current_job.peer_errors():
+            dist.all_reduce(buffer, op, group=group_of(peers))
+    return buffer
 
 
 class raise_everywhere:
@@ -116,7 +133,7 @@ def control_device(peers: Peers | None) -> torch.device:
     return torch.device("cpu") if on_cpu else current_job.get_device()
 
 
-def _sum_over_ranks(block: Block, peers: Peers | None) -> None:
+def _sum_over_ranks(block: Numbers, peers: Peers | None) -> None:
     """Add up a block over all ranks, in place and in the order of the ranks. Collective."""
     everyone, group = ranks_of(peers), group_of(peers)
     device = control_device(peers)
@@ -125,21 +142,15 @@ def _sum_over_ranks(block: Block, peers: Peers | None) -> None:
         dist.all_reduce(on_device, group=group)
         block[:] = on_device.cpu().numpy()
     elif len(everyone) <= _FEW:
-        _exchange_blocks(block, len(everyone), group)
+        copies = np.tile(block, (len(everyone), 1))
+        received = np.empty_like(copies)
+        dist.all_to_all_single(torch.from_numpy(received), torch.from_numpy(copies), group=group)
+        _add_rows(received, block)
     else:
         _sum_on_first(block, everyone, group)
 
 
-def _exchange_blocks(block: Block, count: int, group: dist.ProcessGroup | None) -> None:
-    """Send a block to all other ranks, and add up theirs."""
-    copies = np.empty((count, len(block)))
-    copies[:] = block
-    received = np.empty_like(copies)
-    dist.all_to_all_single(torch.from_numpy(received), torch.from_numpy(copies), group=group)
-    _add_up(received, block)
-
-
-def _sum_on_first(block: Block, everyone: Sequence[int], group: dist.ProcessGroup | None) -> None:
+def _sum_on_first(block: Numbers, everyone: Sequence[int], group: dist.ProcessGroup | None) -> None:
     """Let the first rank add up the blocks of all, and send out the sum."""
     first = everyone[0]
     received = np.empty((len(everyone) if ranks.get_rank() == first else 0, len(block)))
@@ -147,13 +158,13 @@ def _sum_on_first(block: Block, everyone: Sequence[int], group: dist.ProcessGrou
     sending = dist.gather(torch.from_numpy(block), list(torch.from_numpy(received)), first, group, async_op=True)
     if len(received):
         sending.wait()
-        _add_up(received, total.numpy())
+        _add_rows(received, total.numpy())
     dist.broadcast(total, first, group)
     sending.wait()
     block[:] = total.numpy()
 
 
-def _add_up(blocks: Block, total: Block) -> None:
+def _add_rows(blocks: Numbers, total: Numbers) -> None:
     """Add up blocks, row by row; not all at once, for which the order would be NumPy's."""
     total[:] = blocks[0]
     with np.errstate(over="ignore", invalid="ignore"):
@@ -162,9 +173,9 @@ def _add_up(blocks: Block, total: Block) -> None:
 
 
 @lru_cache(maxsize=256)
-def _check_numbers(fingerprint: str, world_size: int) -> tuple[Block, bytes]:
+def _check_numbers(fingerprint: str, world_size: int) -> tuple[Numbers, bytes]:
     """Hash a fingerprint; return the numbers of the check, and their bytes when that many equal ranks are summed."""
-    hashed = blake2b(fingerprint.encode(), digest_size=CHECK).digest()
+    hashed = blake2b(fingerprint.encode(), digest_size=_CHECK).digest()
     numbers = np.frombuffer(hashed, "<u2").astype(np.float64)
     check = np.concatenate([numbers, numbers**2])
     return check, (check * world_size).tobytes()

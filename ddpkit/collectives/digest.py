@@ -22,81 +22,49 @@ from .tree import flat_bytes, is_dense, local_part, name_dtype
 
 _WORDS = 1 << 17  # of 8 bytes, in a row
 _ROW = 8 * _WORDS  # bytes: a MiB
+_ROWS_AT_ONCE = 16
 _SHIFT = 29  # of a word that is mixed: no multiple of a number's size, so that signs do not meet signs
 _NOT_SIGN = (1 << 64 - _SHIFT) - 1  # torch, which has no shift for unsigned words, shifts copies of the highest bit in
-_ROWS_AT_ONCE = 16  # on a GPU
 
 
 def checksum(tensor: Tensor) -> int:
-    """Return a checksum of 32 bits of a dense tensor's bytes, row-major: the same on every device.
+    """Return a checksum of 32 bits of a dense tensor's bytes, row-major.
 
-    It is the CRC-32 of a sum for each whole MiB, and of the bytes that are left. Other bytes have the same once in four
-    billion times; nobody cheats here.
+    It is the CRC-32 of the bytes; on a GPU of a sum for each whole MiB, and of the bytes that are left. Other bytes
+    have the same once in four billion times; nobody cheats here.
     """
-    if not _can_be_summed_there(tensor):
-        tensor = tensor.cpu()
     data = flat_bytes(tensor)
+    found = 0
     whole = len(data) - len(data) % _ROW
-    if not whole:
-        return zlib.crc32(data.cpu().numpy().data)
-    if data.device.type == "cpu":
-        sums = _sum_rows(data.numpy()[:whole])
-    else:
-        sums = _sum_rows_there(data[:whole]).cpu().numpy()
-    return zlib.crc32(data[whole:].cpu().numpy().data, zlib.crc32(sums.data))
+    if data.device.type == "cuda" and whole:
+        found = zlib.crc32(_sum_rows(data[:whole]).cpu().numpy().data)
+        data = data[whole:]
+    return zlib.crc32(data.cpu().numpy().data, found)
 
 
-def _can_be_summed_there(tensor: Tensor) -> bool:
-    """Return whether a tensor is on a GPU, and so placed that it need not be copied there first."""
-    if tensor.device.type != "cuda" or tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
-        return False
-    return not (tensor.storage_offset() * tensor.itemsize | tensor.data_ptr()) % 8
-
-
-def _sum_rows(data: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+def _sum_rows(data: Tensor) -> Tensor:
     """Add up the words of each row, modulo 2^64, each times the key of its place.
 
     Before that a word's upper bits are mixed into the lower ones: signs that change would else cancel at the very top.
-    With torch it would need threads, and be slow where the ranks' threads are more than the cores.
     """
-    rows = data.view(np.uint64).reshape(-1, _WORDS)
-    keys = _keys()
-    mixed = np.empty(_WORDS, np.uint64)
-    sums = np.empty(len(rows), np.uint64)
-    for i, row in enumerate(rows):
-        np.right_shift(row, np.uint64(_SHIFT), out=mixed)
-        np.bitwise_xor(mixed, row, out=mixed)
-        np.multiply(mixed, keys, out=mixed)
-        sums[i] = np.add.reduce(mixed)
-    return sums
-
-
-def _sum_rows_there(data: Tensor) -> Tensor:
-    """Do the same with torch, where the bytes are."""
-    rows = data.view(torch.int64).view(-1, _WORDS)
+    if (data.storage_offset() | data.data_ptr()) % 8:
+        data = data.clone()
     keys = _keys_on(data.device)
-    room = torch.empty_like(rows[:_ROWS_AT_ONCE])
-    sums = torch.empty_like(rows[:, 0])
-    for some, their_sums in zip(torch.split(rows, _ROWS_AT_ONCE), torch.split(sums, _ROWS_AT_ONCE), strict=True):
-        mixed = torch.bitwise_right_shift(some, _SHIFT, out=room[: len(some)])
+    sums = []
+    for rows in torch.split(data.view(torch.int64).view(-1, _WORDS), _ROWS_AT_ONCE):
+        mixed = torch.bitwise_right_shift(rows, _SHIFT)
         mixed &= _NOT_SIGN
-        mixed ^= some
+        mixed ^= rows
         mixed *= keys
-        torch.sum(mixed, dim=1, out=their_sums)
-    return sums
-
-
-@cache
-def _keys() -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """Return an odd number for each word of a row: one bit that changes then changes the sum."""
-    numbers: np.ndarray[Any, np.dtype[np.uint64]] = np.random.PCG64(0).random_raw(_WORDS)
-    numbers |= np.uint64(1)
-    return numbers
+        sums.append(mixed.sum(1))
+    return torch.cat(sums)
 
 
 @cache
 def _keys_on(device: torch.device) -> Tensor:
-    return torch.from_numpy(_keys().view(np.int64)).to(device)
+    """Return an odd number for each word of a row: one bit that changes then changes the sum."""
+    numbers = np.random.PCG64(0).random_raw(_WORDS) | np.uint64(1)
+    return torch.from_numpy(numbers.view(np.int64)).to(device)
 
 
 _SHOWN_AS_TEXT = 100  # characters that are shown as they are

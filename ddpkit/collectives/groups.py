@@ -52,9 +52,7 @@ def _process_group(group: Any) -> dist.ProcessGroup:
     if not is_mesh(group):
         raise TypeError(f"group must be a process group, or a mesh of one dimension, got {type(group).__name__}.")
     if group.ndim != 1:
-        names = group.mesh_dim_names
-        example = f'mesh["{names[0]}"]' if names else 'mesh["dp"], with names for its dimensions'
-        raise ValueError(f"The mesh has {group.ndim} dimensions; pass one, such as {example}.")
+        raise ValueError(f'The mesh has {group.ndim} dimensions; pass one, such as mesh["dp"].')
     if group.get_coordinate() is None:
         raise ValueError(_not_a_member(group))
     found: dist.ProcessGroup = group.get_group()

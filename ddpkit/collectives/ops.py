@@ -70,8 +70,8 @@ def all_reduce_mean(
         MismatchError: If structure, shape or dtype differ between ranks, or only some pass a weight; the message lists
             what each rank passed. On the other ranks, if one raises an error below.
         NotSetUpError: If several processes were launched but `setup()` was not called.
-        TypeError: If `value` holds something else, such as a string, a sharded tensor, or an object that keeps more
-            than its fields; the message says where.
+        TypeError: If `value` holds something else, such as a string, a sharded tensor, or a dict of a class of its own;
+            the message says where.
         ValueError: If a weight is negative, too large or too small, or all are 0.
 
     Example:
@@ -113,8 +113,7 @@ def all_reduce(value: Any, op: Op = "sum", *, check: bool = True, group: Group |
         MismatchError: If structure, shape, dtype or `op` differ between ranks; the message lists what each rank passed.
             On the other ranks, if one raises an error below.
         NotSetUpError: If several processes were launched but `setup()` was not called.
-        OverflowError: If a Python int, or the sum of 64-bit tensors, does not fit 64 bits; if a Python int beyond 2^53
-            is to be compared: pass it as a tensor.
+        OverflowError: If a Python int is beyond 2^53, or so large that the sum could be: pass it as a tensor.
         TypeError: If `value` holds something else, such as a string.
         ValueError: If `op` is none of the four.
 
@@ -169,7 +168,7 @@ def all_gather_object(obj: T, *, group: Group | None = None) -> list[T]:
     """Give every rank the objects of all ranks, as pickled copies. Collective.
 
     Args:
-        obj: Anything that can be pickled. Move tensors to the CPU first: they arrive on the device they came from.
+        obj: Anything that can be pickled. Tensors that were on an accelerator arrive on this rank's own device.
         group: As for `all_reduce_mean`; the objects are then in its order.
 
     Returns:
@@ -190,7 +189,7 @@ def all_gather_object(obj: T, *, group: Group | None = None) -> list[T]:
 def broadcast(value: T, src: int | None = None, *, group: Group | None = None) -> T:
     """Give every rank the value of one. Collective.
 
-    A value of up to 1.9 kB costs one small exchange, and each tensor in it one broadcast.
+    A value of up to 1.9 kB costs one small exchange, a larger one a further broadcast.
 
     Args:
         value: On rank `src`: tensors, numbers, strings, None, nested, or anything that can be pickled. On the others a

@@ -12,30 +12,26 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ..job import current_job, lifecycle
-from ..job.job import Peers, group_of
+from ..job.job import Peers
 from .consistency import (
-    CHECK,
     PAYLOAD,
+    add_up,
     communication_device,
     fingerprint_of,
     joined_world_size,
-    new_block,
     raise_everywhere,
-    sum_block,
+    reduce_in_place,
 )
 from .tree import Leaf, concatenate, describe, rebuild
 
 OPS = ("sum", "mean", "min", "max")
 _EXTREMES = ("min", "max")
-_TAKES = "numbers, NumPy arrays, dense real tensors, and dicts, lists, tuples and dataclasses of them"
-_TYPES = (bool, int, float)  # of Python's numbers, each wider than the one before
+_FLOAT = 2**20  # more than there are ranks
+_KINDS = {bool: 0, int: 1, float: _FLOAT}  # of Python's numbers, each wider than the one before; they are added, too
 _GREATEST = 2**63 - 1
-_LOW_HALF = 2**32 - 1
-_SLOTS = {("sum", None): 4, ("sum", torch.int64): 2}  # of an element; else 1
+_SLOTS = {("sum", None): 2, ("sum", torch.int64): PAYLOAD}  # of an element; else 1
 _WEIGHTS = (1e-20, 1e20)  # times usual numbers they fit a float32
 _CPU = torch.device("cpu")
 
@@ -49,15 +45,14 @@ def reduce_tree(value: Any, op: str, weight: Any, check: bool, peers: Peers | No
             raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}.")
         if weight is not None:
             weight = _as_float(weight)
-        described = describe(value)
+        described = describe(call, value)
         leaves = described.leaves
-        plan = _make_plan(call, op, described.paths, described.parts)
         if op != "mean":
-            _check_ints(leaves, op)
+            _check_ints(leaves, op, world_size)
     if world_size > 1:
-        is_one_tensor = isinstance(described.parts[0], Leaf) and described.parts[0].dtype is not None
-        is_checked = check or weight is not None or not is_one_tensor
-        results = _reduce(leaves, plan, op, weight, is_checked, world_size, peers)
+        is_checked = check or weight is not None
+        plan = _make_plan(call, op, is_checked, described.paths, described.parts)
+        results = _reduce(leaves, plan, op, weight, world_size, peers)
     elif weight == 0:
         raise _no_weight()
     else:
@@ -72,36 +67,35 @@ class _Group(NamedTuple):
     members: list[int]  # indices of leaves
     sizes: list[int]
 
+    def count_slots(self, op: str) -> int:
+        """Count the numbers of its buffer if that travels in the block."""
+        return sum(self.sizes) * _SLOTS.get((op, self.dtype), 1)
+
 
 class _Plan(NamedTuple):
     """How values of one structure are packed, on every rank."""
 
-    fingerprint: str
-    groups: list[_Group]
-    inline: int  # so many of them, from the first, may travel in the block
+    fingerprint: str  # "" if it is not checked
+    inline: list[_Group]  # travel in the block
+    separate: list[_Group]
 
 
 @lru_cache(maxsize=256)
-def _make_plan(call: str, op: str, paths: tuple[str, ...], parts: tuple[Any, ...]) -> _Plan:
-    """Gather the leaves of each dtype and kind of device into groups, small ones first.
-
-    Raises:
-        TypeError: If a leaf cannot be reduced.
-    """
-    for path, part in zip(paths, parts, strict=True):
-        if isinstance(part, Leaf) and not part.known:
-            raise TypeError(f"{call} takes {_TAKES}, found {part} at {path}.")
+def _make_plan(call: str, op: str, is_checked: bool, paths: tuple[str, ...], parts: tuple[Any, ...]) -> _Plan:
+    """Gather the leaves of each dtype and kind of device into groups, small ones first."""
     made: dict[tuple[str, torch.dtype | None], _Group] = {}
     leaves = [part for part in parts if isinstance(part, Leaf)]
     for i, leaf in enumerate(leaves):
         group = made.setdefault((leaf.device, leaf.dtype), _Group(leaf.dtype, [], []))
         group.members.append(i)
         group.sizes.append(math.prod(leaf.shape))
-    groups = sorted(made.values(), key=lambda group: sum(group.sizes))
-    slots = [sum(group.sizes) * _SLOTS.get((op, group.dtype), 1) for group in groups]
-    inline = sum(end < PAYLOAD for end in itertools.accumulate(slots))
+    if not is_checked and leaves == list(parts) and leaves[0].dtype is not None:  # one tensor
+        return _Plan("", [], list(made.values()))
+    groups = sorted(made.values(), key=lambda group: group.count_slots(op))
+    ends = itertools.accumulate(group.count_slots(op) for group in groups)
+    inline = 0 if op in _EXTREMES else sum(end < PAYLOAD for end in ends)
     fingerprint = fingerprint_of(call, dict(zip(paths, map(str, parts), strict=True)))
-    return _Plan(fingerprint, groups, 0 if op in _EXTREMES else inline)
+    return _Plan(fingerprint, groups[:inline], groups[inline:])
 
 
 def _reduce_alone(leaf: Any, op: str) -> Any:
@@ -116,102 +110,85 @@ def _reduce_alone(leaf: Any, op: str) -> Any:
 
 
 def _reduce(
-    leaves: list[Any],
-    plan: _Plan,
-    op: str,
-    weight: float | None,
-    is_checked: bool,
-    world_size: int,
-    peers: Peers | None,
+    leaves: list[Any], plan: _Plan, op: str, weight: float | None, world_size: int, peers: Peers | None
 ) -> list[Any]:
     """Reduce leaves over several ranks. Collective."""
-    inline = plan.inline if is_checked else 0
     factor = divisor = 1.0
     if weight is not None:
         factor = weight
     elif op == "mean":
         factor, divisor = normalise(world_size)
-    owned = [[leaves[i] for i in group.members] for group in plan.groups]
-    buffers = []
-    for i, (group, own) in enumerate(zip(plan.groups, owned, strict=True)):
-        home = _CPU if group.dtype is None else own[0].device
-        device = _CPU if i < inline else communication_device(home, peers)
-        buffer = _pack(own, group.dtype, op, i < inline, device)
-        buffers.append(_scale(buffer, factor))
-    if is_checked:
-        total = _check_and_add(plan.fingerprint, buffers, inline, weight, peers)
+    results: dict[int, Any] = {}
+    if plan.fingerprint:
+        packed = [weight or 0.0]
+        for group in plan.inline:
+            packed += _pack_inline([leaves[i] for i in group.members], group, op, factor)
+        total, *sums = add_up(plan.fingerprint, packed, peers).tolist()
         divisor = divisor if weight is None else total
     if not divisor:
         raise _no_weight()
-    for buffer in buffers[inline:]:
+    for group in plan.inline:
+        count = group.count_slots(op)
+        own = [leaves[i] for i in group.members]
+        results.update(zip(group.members, _unpack_inline(sums[:count], own, group, op, divisor), strict=True))
+        sums = sums[count:]
+    for group in plan.separate:
+        own = [leaves[i] for i in group.members]
+        home = _CPU if group.dtype is None else own[0].device
+        buffer = _scale(_pack(own, group.dtype, op).to(communication_device(home, peers)), factor)
         reduce_in_place(buffer, op in _EXTREMES, peers)
-    results: list[Any] = [None] * len(leaves)
-    for group, own, buffer in zip(plan.groups, owned, buffers, strict=True):
-        for i, result in zip(group.members, _unpack(buffer, own, group, op, divisor), strict=True):
-            results[i] = result
-    return results
+        results.update(zip(group.members, _unpack(buffer, own, group, op, divisor), strict=True))
+    return [results[i] for i in range(len(leaves))]
 
 
-def _check_and_add(
-    fingerprint: str, buffers: list[Tensor], inline: int, weight: float | None, peers: Peers | None
-) -> float:
-    """Compare with all ranks, and add up the first buffers in place; return the total of the weights. Collective."""
-    block = new_block()
-    block[CHECK] = weight or 0.0
-    sizes = [len(buffer) for buffer in buffers[:inline]]
-    payload = torch.from_numpy(block[CHECK + 1 :])[: sum(sizes)]
-    if inline:
-        torch.cat(buffers[:inline], out=payload)
-        buffers[:inline] = torch.split(payload, sizes)
-    sum_block(fingerprint, block, peers)
-    return float(block[CHECK])
+# Buffers. For minima and maxima elements become keys, int64 in their order, of which ranks take the greatest.
 
 
-def reduce_in_place(buffer: Tensor, greatest: bool = False, peers: Peers | None = None) -> Tensor:
-    """Add up a tensor in place, on every rank, or take the greatest; return it. Collective.
-
-    Never AVG: on gloo it is missing, wrong or raises, by torch's version and the dtype.
-    """
-    if lifecycle.joined() and buffer.numel():
-        op = dist.ReduceOp.MAX if greatest else dist.ReduceOp.SUM
-        with current_job.peer_errors():
-            dist.all_reduce(buffer, op, group=group_of(peers))
-    return buffer
+def _pack_inline(own: list[Any], group: _Group, op: str, factor: float) -> list[float]:
+    """Pack leaves into floats, multiplied by a factor."""
+    if group.dtype is not None:
+        packed: list[float] = _scale(_join(own).cpu().to(torch.float64), factor).tolist()
+        return packed
+    if not factor:
+        return [-0.0] * len(own)
+    return [number * factor for number in _pack_numbers(own, op)]
 
 
-# Buffers. Sums of ints of 64 bits are those of their high and low halves, exact on up to two million ranks. For minima
-# and maxima elements become keys, int64 in their order, of which ranks take the greatest.
+def _unpack_inline(sums: list[float], own: list[Any], group: _Group, op: str, divisor: float) -> list[Any]:
+    if group.dtype is None:
+        return _unpack_numbers([number / divisor for number in sums], op)
+    return _unpack(torch.tensor(sums, dtype=torch.float64, device=_CPU), own, group, op, divisor)
 
 
-def _pack(own: list[Any], dtype: torch.dtype | None, op: str, is_inline: bool, device: torch.device) -> Tensor:
-    """Pack leaves of a dtype into a new buffer: to be added, of float64, or of float32 for large ones of it or half."""
-    if dtype is None:
-        kind = torch.int64 if op in _EXTREMES else torch.float64
-        return torch.tensor(_pack_numbers(own, op), dtype=kind, device=device)
+def _join(own: list[Any]) -> Tensor:
+    """Join leaves of a dtype in a new tensor."""
     first = own[0].device
     if first.type != "cpu":  # of which there may be several
         own = [leaf.to(first) for leaf in own]
-    flat = concatenate([leaf.reshape(-1) for leaf in own]).to(device)
+    return concatenate([leaf.reshape(-1) for leaf in own])
+
+
+def _pack(own: list[Any], dtype: torch.dtype | None, op: str) -> Tensor:
+    """Pack leaves of a dtype into a new buffer: to be added, ints in float64 or int64, half in float32."""
+    if dtype is None:
+        kind = torch.int64 if op in _EXTREMES else torch.float64
+        return torch.tensor(_pack_numbers(own, op), dtype=kind, device=_CPU)
+    flat = _join(own)
     if op in _EXTREMES:
         return _keys(flat, op)
-    if op == "sum" and dtype == torch.int64:
-        flat = concatenate([flat >> 32, flat & _LOW_HALF])
-    if is_inline or not dtype.is_floating_point:
-        return flat.to(torch.float64)
-    return flat.to(torch.promote_types(dtype, torch.float32))
+    if dtype.is_floating_point:
+        return flat.to(torch.promote_types(dtype, torch.float32))
+    return flat.to(torch.int64 if op == "sum" else torch.float64)
 
 
-def _pack_numbers(own: list[float], op: str) -> list[float]:
-    """Pack Python numbers: to be compared, with their types; to be added, the floats, and the ints in halves."""
+def _pack_numbers(own: list[Any], op: str) -> list[float]:
+    """Pack Python numbers: but for a mean, with their types."""
     if op == "mean":
         return list(map(float, own))
+    packed = own
     if op in _EXTREMES:
-        keys = _keys(torch.tensor(own, dtype=torch.float64, device="cpu"), op)
-        return [*keys.tolist(), *(_TYPES.index(type(number)) for number in own)]
-    are_floats = [isinstance(number, float) for number in own]
-    floats = [number if isinstance(number, float) else 0.0 for number in own]
-    ints = [0 if isinstance(number, float) else number for number in own]
-    return [*are_floats, *floats, *(number >> 32 for number in ints), *(number & _LOW_HALF for number in ints)]
+        packed = _keys(torch.tensor(own, dtype=torch.float64, device=_CPU), op).tolist()
+    return [*packed, *(_KINDS[type(number)] for number in own)]
 
 
 def _scale(buffer: Tensor, factor: float) -> Tensor:
@@ -223,10 +200,10 @@ def _scale(buffer: Tensor, factor: float) -> Tensor:
 
 def _unpack(buffer: Tensor, own: list[Any], group: _Group, op: str, divisor: float) -> list[Any]:
     """Return the results of a group of leaves; the buffer is overwritten."""
-    if op == "mean" and divisor != 1:  # by a plain number, CUDA would multiply with its reciprocal, which rounds twice
+    if divisor != 1:  # by a plain number, CUDA would multiply with its reciprocal, which rounds twice
         buffer.div_(torch.full((), divisor, dtype=buffer.dtype, device=buffer.device))
     if group.dtype is None:
-        return _unpack_numbers(buffer, op)
+        return _unpack_numbers(buffer.tolist(), op)
     flat = _unpack_elements(buffer, group.dtype, op).to(own[0].device)
     parts = torch.split(flat, group.sizes)
     results = [part.view(leaf.shape) for part, leaf in zip(parts, own, strict=True)]
@@ -241,33 +218,21 @@ def _unpack_elements(buffer: Tensor, dtype: torch.dtype, op: str) -> Tensor:
         return _from_keys(buffer, dtype, op)
     if dtype.is_floating_point:
         return buffer.to(dtype)
-    if op == "mean":
-        return buffer
-    if dtype != torch.int64:
-        return buffer.to(torch.int64)
-    high, low = buffer.to(torch.int64).chunk(2)
-    high = high + (low >> 32)
-    if bool(((high < -(2**31)) | (high >= 2**31)).any()):
-        raise OverflowError("The sum of 64-bit integers over all ranks does not fit 64 bits. Reduce them as float64.")
-    return (high << 32) + (low & _LOW_HALF)
+    return buffer.to(torch.int64) if op == "sum" else buffer
 
 
-def _unpack_numbers(buffer: Tensor, op: str) -> list[float]:
-    """Unpack Python numbers: extremes of the widest type that a rank has, and sums, of ints alone exact ones."""
+def _unpack_numbers(packed: list[float], op: str) -> list[float]:
+    """Unpack Python numbers: but for a mean, of the widest type that a rank has."""
     if op == "mean":
-        return buffer.tolist()
+        return packed
+    half = len(packed) // 2
+    found = packed[:half]
     if op in _EXTREMES:
-        keys, kinds = buffer.chunk(2)
-        extremes = _from_keys(keys, torch.float64, op).tolist()
-        return [_TYPES[kind](number) for number, kind in zip(extremes, kinds.tolist(), strict=True)]
-    sums: list[float] = []
-    for are_floats, total, high, low in buffer.view(4, -1).t().tolist():
-        whole = int(high) * 2**32 + int(low)
-        if not are_floats:
-            sums.append(whole)
-        else:
-            sums.append(total + whole if whole else total)  # -0.0 stays
-    return sums
+        found = _from_keys(torch.tensor(found, device=_CPU), torch.float64, op).tolist()
+    for i, kind in enumerate(packed[half:]):
+        if kind < _FLOAT:
+            found[i] = int(found[i]) if kind or op == "sum" else bool(found[i])
+    return found
 
 
 def _keys(flat: Tensor, op: str) -> Tensor:
@@ -326,12 +291,12 @@ def _no_weight() -> ValueError:
     return ValueError("The weights are 0 on every rank, so there is no mean. Give at least one rank a positive weight.")
 
 
-def _check_ints(leaves: list[Any], op: str) -> None:
-    """Refuse Python ints that would be rounded."""
-    bits = 53 if op in _EXTREMES else 63
+def _check_ints(leaves: list[Any], op: str, world_size: int) -> None:
+    """Refuse Python ints that would be rounded, by themselves or in their sum."""
+    most = 2**53 // world_size if op == "sum" else 2**53
     for leaf in leaves:
-        if isinstance(leaf, int) and abs(leaf) > 2**bits:
+        if isinstance(leaf, int) and abs(leaf) > most:
             raise OverflowError(
-                f"Ints beyond 2^{bits} would be rounded, got {leaf} for {op!r}. Subtract a common start from it, as "
-                "from a time in nanoseconds, or pass float(it) or torch.tensor(it)."
+                f"Ints beyond 2^53 would be rounded, got {leaf} for {op!r} on {world_size} ranks. Subtract a common "
+                "start from it, as from a time in nanoseconds, or pass float(it) or torch.tensor(it)."
             )

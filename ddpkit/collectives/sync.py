@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_LONGEST_NAME = 1000  # characters: names are keys of the store
 _WORK = timedelta(days=1)  # bound on work that one rank does while the others wait
 
 
@@ -31,8 +30,7 @@ def barrier(name: str | None = None, timeout: timedelta | None = None, *, group:
     It works on any backend, and leaves the accelerator's queue alone.
 
     Args:
-        name: Its name in errors, 1 to 1000 characters; it may be used again. Ranks meet at the same use of the
-            same name.
+        name: Its name in errors, a text; it may be used again. Ranks meet at the same use of the same name.
         timeout: Bound on the wait; by default that of `setup()`.
         group: Those that meet, in place of all: a group of torch's or one dimension of a mesh, with this rank in it.
 
@@ -40,15 +38,14 @@ def barrier(name: str | None = None, timeout: timedelta | None = None, *, group:
         BarrierTimeoutError: If ranks are missing when the time is up; its `missing` and `arrived` say which, on
             every rank, also on those that come later. The message says where a missing rank waits instead.
         PeerError: If a rank failed or left meanwhile, or passed a bad time-out.
-        TypeError: If `timeout` is a number: write `timedelta(seconds=...)`; if `name` is no string or `group` none.
-        ValueError: If `timeout` is not positive, `name` empty or too long, or this rank is not in the group.
+        TypeError: If `timeout` is a number: write `timedelta(seconds=...)`; if `group` is none.
+        ValueError: If `timeout` is not positive, or this rank is not in the group.
 
     Example:
         >>> barrier()
     """
     subset = subset_of(peers_of(group))
     if not lifecycle.joined():
-        _check_name(name)
         if timeout is not None:
             check_timeout(timeout)
         return
@@ -79,7 +76,6 @@ def together(name: str | None = None) -> Iterator[None]:
         ...     index = list(range(3))
     """
     if not lifecycle.joined():
-        _check_name(name)
         yield
         return
     session = current_job.current_session()
@@ -212,15 +208,6 @@ def stop_together(flag: bool) -> bool:
         return session.store.add(counter, 0) > 0
 
 
-def _check_name(name: object) -> None:
-    if name is None:
-        return
-    if not isinstance(name, str):
-        raise TypeError(f"name must be a string, equal on every rank, got {name!r}.")
-    if not 0 < len(name) <= _LONGEST_NAME:
-        raise ValueError(f"name must have 1 to {_LONGEST_NAME} characters, got {len(name)}.")
-
-
 def _as_bool(flag: object) -> bool:
     try:
         return bool(flag)
@@ -230,7 +217,6 @@ def _as_bool(flag: object) -> bool:
 
 def _key(session: Session, call: str, name: str | None, subset: Ranks | None = None) -> str:
     """Make the key of this use of a name; the quotes keep any name apart from all other keys."""
-    _check_name(name)
     if name is not None:
         call = f"{call} {str(name)!r}"
     return session.count(call, subset)

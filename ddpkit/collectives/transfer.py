@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,20 +18,9 @@ from ..job import current_job, lifecycle
 from ..job.job import Peers, group_of, ranks_of
 from ..launch import ranks
 from ..torch_internals import is_sharded, untraced
-from .consistency import (
-    CHECK,
-    PAYLOAD,
-    communication_device,
-    control_device,
-    fingerprint_of,
-    new_block,
-    raise_everywhere,
-    sum_block,
-)
+from .consistency import PAYLOAD, add_up, communication_device, fingerprint_of, raise_everywhere
 from .differences import explain_sharded
-from .reduce import reduce_in_place
 from .tree import (
-    Leaf,
     bytes_as_tensor,
     explain_not_dense,
     flat_bytes,
@@ -39,6 +28,7 @@ from .tree import (
     leaves_of,
     loses_gradient,
     name_dtype,
+    name_type,
     replace_leaves,
 )
 
@@ -61,35 +51,7 @@ class ValuePickler(pickle.Pickler):
         if type(obj) is not Tensor or not is_dense(obj):
             return NotImplemented
         data = flat_bytes(obj).cpu().numpy()
-        return _from_bytes, (data, obj.dtype, tuple(obj.shape), obj.device)
-
-
-class _TensorPickler(ValuePickler):
-    """Leave the tensors out of a pickle, in a list of their own, so that they can travel by themselves."""
-
-    def __init__(self, file: io.BytesIO, call: str, tensors: list[Tensor]) -> None:
-        super().__init__(file, call)
-        self.tensors = tensors
-        self.indices: dict[int, int] = {}  # in the list, by id
-
-    def persistent_id(self, obj: Any) -> int | None:
-        """Give a dense tensor its index in the list."""
-        if type(obj) is not Tensor or not is_dense(obj):  # a Parameter is asked for again by its data
-            return None
-        index = self.indices.setdefault(id(obj), len(self.tensors))
-        if index == len(self.tensors):
-            self.tensors.append(obj)  # keeps it alive, and with it its id
-        return index
-
-
-class _TensorUnpickler(pickle.Unpickler):
-    """Read what `_TensorPickler` wrote, given the tensors that it left out."""
-
-    tensors: list[Tensor]
-
-    def persistent_load(self, index: int) -> Tensor:
-        """Find a tensor by its index in the list."""
-        return self.tensors[index]
+        return _from_bytes, (data, obj.dtype, tuple(obj.shape), obj.device.type == "cpu")
 
 
 def pickled(call: str, value: Any) -> bytes:
@@ -99,43 +61,32 @@ def pickled(call: str, value: Any) -> bytes:
     return file.getvalue()
 
 
-def _from_bytes(data: Any, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Make a tensor that was pickled as its bytes."""
+def _from_bytes(data: Any, dtype: torch.dtype, shape: tuple[int, ...], on_cpu: bool) -> Tensor:
+    """Make a tensor that was pickled as its bytes, on this rank's device if it was on an accelerator."""
+    device = torch.device("cpu") if on_cpu else current_job.get_device()
     return torch.from_numpy(data).view(dtype).reshape(shape).to(device)
 
 
-# Broadcast: a small value travels in the block of the check, a larger one and tensors after it.
-
-
-class Description(NamedTuple):
-    """Describe a tensor to the other ranks before it comes."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    on_cpu: bool
+# Broadcast: a small value travels in the block of the check, a larger one after it.
 
 
 def broadcast_value(value: Any, src: Any, peers: Peers | None = None) -> Any:
     """Give every rank the value of rank `src`: there itself, elsewhere a copy. Collective."""
     src = ranks_of(peers)[0] if src is None else plain_index(src)
     call = f"broadcast(src={src!r})"
-    tensors: list[Tensor] = []
+    is_source = ranks.get_rank() == src
     data = b""
     with raise_everywhere(call, peers):
         _check_src(src, peers)
-        if ranks.get_rank() == src:
-            data = _pickle(call, value, tensors)
+        if is_source:
+            for path, leaf in leaves_of(value).items():
+                if isinstance(leaf, Tensor) and loses_gradient(leaf):
+                    raise ValueError(f"{call} would lose the gradient of {path}. Pass {path}.detach().")
+            data = pickled(call, value)
     if not lifecycle.joined():
         return value
     data = broadcast_bytes(call, data, src, peers)
-    if ranks.get_rank() == src:
-        for tensor in tensors:
-            broadcast_tensor(flat_bytes(tensor), src, peers)
-        return value
-    descriptions, body = pickle.loads(data)
-    unpickler = _TensorUnpickler(io.BytesIO(body))
-    unpickler.tensors = [receive(description, src, peers) for description in descriptions]
-    return unpickler.load()
+    return value if is_source else pickle.loads(data)
 
 
 def _check_src(src: object, peers: Peers | None) -> None:
@@ -145,41 +96,18 @@ def _check_src(src: object, peers: Peers | None) -> None:
         raise ValueError(f"src must be a rank, {expected}, got {src!r}.")
 
 
-def _pickle(call: str, value: Any, tensors: list[Tensor]) -> bytes:
-    """Pickle a value and the descriptions of its tensors, which are appended to `tensors`."""
-    for path, leaf in leaves_of(value).items():
-        if isinstance(leaf, Tensor) and loses_gradient(leaf):
-            raise ValueError(f"{call} would lose the gradient of {path}. Pass {path}.detach().")
-    file = io.BytesIO()
-    _TensorPickler(file, call, tensors).dump(value)
-    descriptions = [Description(tensor.dtype, tuple(tensor.shape), tensor.device.type == "cpu") for tensor in tensors]
-    return pickle.dumps((descriptions, file.getvalue()))
-
-
 @untraced
 def broadcast_bytes(call: str, data: bytes, src: int, peers: Peers | None = None, most: float = math.inf) -> bytes:
     """Give every rank the bytes that rank `src` holds, at most so many; the others hold none. Collective."""
-    block = new_block()
-    payload = block[CHECK:]
-    payload[0] = len(data)
-    start = data[:_SMALL].ljust(_SMALL, b"\0")
-    payload[1:] = np.frombuffer(start, "<u4")
-    sum_block(fingerprint_of(call), block, peers)
-    if not 0 <= payload[0] <= most:
-        raise MismatchError(f"{call}: rank {src} sends {payload[0]:g} bytes, and at most {most:g} are expected.")
-    size = int(payload[0])
+    words = np.frombuffer(data[:_SMALL].ljust(_SMALL, b"\0"), "<u4")
+    sums = add_up(fingerprint_of(call), np.append(float(len(data)), words), peers)
+    size = sums[0]
+    if not 0 <= size <= most:
+        raise MismatchError(f"{call}: rank {src} sends {size:g} bytes, and at most {most:g} are expected.")
     if size <= _SMALL:
-        return payload[1:].astype("<u4").tobytes()[:size]
-    buffer = bytes_as_tensor(data) if data else torch.empty(size, dtype=torch.uint8, device="cpu")
+        return sums[1:].astype("<u4").tobytes()[: int(size)]
+    buffer = bytes_as_tensor(data) if data else torch.empty(int(size), dtype=torch.uint8, device="cpu")
     return broadcast_tensor(buffer, src, peers).numpy().tobytes()
-
-
-def receive(description: Description, src: int, peers: Peers | None = None) -> Tensor:
-    """Receive a tensor of rank `src` on this rank's device, or on the CPU if it was there. Collective."""
-    device = torch.device("cpu") if description.on_cpu else current_job.get_device()
-    tensor = torch.empty(description.shape, dtype=description.dtype, device=device)
-    data = broadcast_tensor(flat_bytes(tensor), src, peers)
-    return data.view(description.dtype).reshape(description.shape)
 
 
 def broadcast_tensor(data: Tensor, src: int, peers: Peers | None = None) -> Tensor:
@@ -251,9 +179,7 @@ def explain_no_tensor(value: Any) -> str:
     """Say why a leaf is no dense tensor; "" if it is one."""
     if isinstance(value, Tensor):
         return explain_not_dense(value)
-    if isinstance(value, Leaf):
-        return str(value)
-    return type(value).__name__
+    return name_type(value)
 
 
 def describe_column(column: Any) -> str:
@@ -304,18 +230,9 @@ def _gather_counts(fingerprint: str, own: list[int], peers: Peers | None) -> lis
     everyone = ranks_of(peers)
     table = np.zeros((len(everyone), len(own)))
     table[everyone.index(ranks.get_rank())] = own
-    block = new_block()
-    if table.size <= PAYLOAD:
-        payload = block[CHECK : CHECK + table.size]
-        payload[:] = table.reshape(-1)
-        sum_block(fingerprint, block, peers)
-        counts = torch.from_numpy(payload.reshape(table.shape)).to(torch.int64)
-    else:
-        sum_block(fingerprint, block, peers)
-        counts = torch.from_numpy(table).to(control_device(peers), torch.int64)
-        reduce_in_place(counts, peers=peers)
-    found: list[list[int]] = counts.tolist()
-    return found
+    sums = add_up(fingerprint, table.reshape(-1), peers)
+    counts: list[list[int]] = sums.reshape(table.shape).astype(int).tolist()
+    return counts
 
 
 def _gather_padded(rows: Tensor, counts: list[int], peers: Peers | None) -> list[Tensor]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
-from enum import Enum
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
@@ -105,7 +104,7 @@ _NATIVE = {np.dtype(name) for name in _NATIVE_NAMES}
 _REAL = {torch.from_numpy(np.zeros(0, dtype)).dtype for dtype in _NATIVE} | {torch.bfloat16}
 _NO_CONTAINERS = {float, Tensor, nn.Parameter}
 _DICTS = {dict, OrderedDict, defaultdict, Counter}
-_PLAIN = {*_DICTS, list, tuple}  # their children are all there is to them
+_TAKES = "numbers, NumPy arrays, dense real tensors, and dicts, lists, tuples and dataclasses of them"
 
 
 class Container(str):
@@ -115,20 +114,12 @@ class Container(str):
 
 
 class Leaf(NamedTuple):
-    """Describe a leaf, equal on all ranks if it can be combined. Python's int, float and bool are one kind: number.
-
-    Where a value cannot be combined, `kind` says why.
-    """
+    """Describe a leaf that can be combined, equal on all ranks. Python's int, float and bool are one kind: number."""
 
     kind: str
     dtype: torch.dtype | None = None
     shape: tuple[int, ...] = ()
     device: str = "cpu"
-
-    @property
-    def known(self) -> bool:
-        """Return whether it can be combined at all; a str, for example, cannot."""
-        return self.dtype is not None or self == NUMBER
 
     def __str__(self) -> str:
         if self.dtype is None:
@@ -159,7 +150,7 @@ def flatten(value: Any, is_leaf: IsLeaf, path: str = "value") -> tuple[list[str]
 
     Returns:
         Paths, as Python writes them, as `value['loss'][0]`; and what is there: a `Container` before all that is in it,
-        leaves as they are, and in the place of a container that cannot be put together again a `Leaf` that says why.
+        and leaves as they are.
     """
     paths: list[str] = []
     parts: list[Any] = []
@@ -192,65 +183,78 @@ class Described(NamedTuple):
         paths: Where its containers and leaves are.
         parts: What they are, a `Container` or a `Leaf` for each path.
         leaves: The number or plain tensor that is taken for each leaf.
-        arrays: Leaves that are NumPy's, by their index.
+        back: What turns a result into NumPy's type again, by the index of its leaf.
     """
 
     paths: tuple[str, ...]
     parts: tuple[Any, ...]
     leaves: list[Any]
-    arrays: dict[int, Any]
+    back: dict[int, Callable[[Any], Any]]
 
 
-def describe(value: Any) -> Described:
-    """Describe all that a value is made of: equal on all ranks if they can be combined."""
+def describe(call: str, value: Any) -> Described:
+    """Describe all that a value is made of: equal on all ranks if they can be combined.
+
+    Raises:
+        TypeError: If something in it cannot be reduced.
+    """
     paths, parts = flatten(value, is_value)
     leaves: list[Any] = []
-    arrays: dict[int, Any] = {}
+    back: dict[int, Callable[[Any], Any]] = {}
     for i, part in enumerate(parts):
         if type(part) is float:
             parts[i] = NUMBER
             leaves.append(part)
         elif type(part) is not Container:
             if isinstance(part, (np.ndarray, np.generic)):
-                arrays[len(leaves)] = part
+                back[len(leaves)] = _way_back(part)
             parts[i], leaf = _describe_leaf(part)
+            if leaf is None:
+                raise TypeError(f"{call} takes {_TAKES}, found {parts[i]} at {paths[i]}.")
             leaves.append(leaf)
-    return Described(tuple(paths), tuple(parts), leaves, arrays)
+    return Described(tuple(paths), tuple(parts), leaves, back)
 
 
 def rebuild(value: Any, described: Described, results: list[Any]) -> Any:
     """Copy a value with these leaves, arrays and scalars of NumPy as such again."""
-    for i, given in described.arrays.items():
-        if isinstance(given, np.float64):
-            results[i] = np.float64(results[i])
-        elif isinstance(given, np.ndarray):
-            results[i] = results[i].numpy()
-        else:
-            results[i] = results[i].numpy()[()]
+    for i, convert in described.back.items():
+        results[i] = convert(results[i])
     return replace_leaves(value, iter(results), is_value)
 
 
-def _describe_leaf(value: Any) -> tuple[Leaf, Any]:
-    """Describe a value that may be reduced; return also a number or plain tensor to take for it."""
+def _way_back(given: Any) -> Callable[[Any], Any]:
+    if isinstance(given, np.float64):
+        return np.float64
+    return Tensor.numpy if isinstance(given, np.ndarray) else _as_scalar
+
+
+def _as_scalar(result: Tensor) -> Any:
+    return result.numpy()[()]
+
+
+def _describe_leaf(value: Any) -> tuple[Leaf | str, Any]:
+    """Describe a leaf; return also a number or plain tensor to take for it, None if it cannot be reduced."""
     if isinstance(value, Tensor):
         return _describe_tensor(value)
     if isinstance(value, (np.ndarray, np.generic)) and type(value) is not np.float64:
         return _describe_array(value)
-    name = type(value).__name__
-    if isinstance(value, Enum):
-        return Leaf(f"member of {name} (pass its value)"), None
     if isinstance(value, bool):
         return NUMBER, value
-    if isinstance(value, int):  # also somebody's own kind of number
-        return NUMBER, int(value)
-    if isinstance(value, float):
-        return NUMBER, float(value)
-    if isinstance(value, Leaf):
-        return value, None
-    return Leaf(f"object of type {name}"), None
+    if isinstance(value, (int, float)):  # also somebody's own kind of number
+        return NUMBER, int(value) if isinstance(value, int) else float(value)
+    return f"object of type {name_type(value)}", None
 
 
-def _describe_tensor(value: Tensor) -> tuple[Leaf, Any]:
+def name_type(value: Any) -> str:
+    """Name the type of a leaf that cannot be used, and say what to pass in its place."""
+    name = type(value).__name__
+    for plain in (dict, list):
+        if isinstance(value, plain):
+            return f"{name} (pass {plain.__name__}(it))"
+    return name
+
+
+def _describe_tensor(value: Tensor) -> tuple[Leaf | str, Any]:
     value = whole(value)
     problem = explain_not_dense(value)
     if not problem and loses_gradient(value):
@@ -259,36 +263,31 @@ def _describe_tensor(value: Tensor) -> tuple[Leaf, Any]:
         hint = " (pass torch.view_as_real(it))" if value.is_complex() else ""
         problem = f"a {name_dtype(value.dtype)} tensor{hint}"
     if problem:
-        return Leaf(problem), None
+        return problem, None
     tensor = value.detach() if value.requires_grad else value
     if type(tensor) is not Tensor:
         tensor = tensor.as_subclass(Tensor)
     return _leaf_of("tensor", tensor.dtype, tensor.shape, tensor.device.type), tensor
 
 
-def _describe_array(value: Any) -> tuple[Leaf, Any]:
+def _describe_array(value: Any) -> tuple[Leaf | str, Any]:
     """Describe NumPy's arrays and scalars. The tensors are copies: torch refuses what is reversed or read-only."""
-    kind = type(value).__name__
-    is_scalar = isinstance(value, np.generic)
-    if not is_scalar and type(value) not in (np.ndarray, np.memmap):
-        return Leaf(f"{kind} of {value.dtype} (pass a plain array)"), None
+    kind = "scalar" if isinstance(value, np.generic) else "array"
     dtype = value.dtype.newbyteorder("=")
-    if dtype not in _NATIVE:
-        return Leaf(f"{kind} of {dtype}"), None
+    is_plain = kind == "scalar" or type(value) in (np.ndarray, np.memmap)
+    if not is_plain or dtype not in _NATIVE:
+        return f"{type(value).__name__} of {dtype} (pass a plain array of real numbers)", None
     tensor = torch.from_numpy(np.array(value, dtype=dtype))
-    return Leaf("scalar" if is_scalar else "array", tensor.dtype, tensor.shape), tensor
+    return Leaf(kind, tensor.dtype, tensor.shape), tensor
 
 
-# Containers: how they are taken apart and put together.
+# Containers: how they are taken apart and put together. Subclasses, which may hold more than their children, are none.
 
 
 class _Parts(NamedTuple):
-    """Hold a container taken apart. `problem` says why it cannot be put together again; "" if it can."""
-
     kind: str
     suffixes: tuple[str, ...]  # of the children's paths: "['loss']", "[0]", ".x"
     children: list[Any]
-    problem: str = ""
 
 
 def _flatten_into(paths: list[str], parts: list[Any], value: Any, is_leaf: IsLeaf, path: str) -> None:
@@ -296,17 +295,15 @@ def _flatten_into(paths: list[str], parts: list[Any], value: Any, is_leaf: IsLea
     paths.append(path)
     if taken is None:
         parts.append(value)
-    elif taken.problem:
-        parts.append(Leaf(taken.problem))
-    else:
-        parts.append(Container(f"{taken.kind} of {len(taken.children)}"))
-        child_paths = _child_paths(path, taken.suffixes)
-        if _has_no_containers(taken.children):
-            paths += child_paths
-            parts += taken.children
-            return
-        for child_path, child in zip(child_paths, taken.children, strict=True):
-            _flatten_into(paths, parts, child, is_leaf, child_path)
+        return
+    parts.append(Container(f"{taken.kind} of {len(taken.children)}"))
+    child_paths = _child_paths(path, taken.suffixes)
+    if _has_no_containers(taken.children):
+        paths += child_paths
+        parts += taken.children
+        return
+    for child_path, child in zip(child_paths, taken.children, strict=True):
+        _flatten_into(paths, parts, child, is_leaf, child_path)
 
 
 @lru_cache(maxsize=256)
@@ -321,19 +318,21 @@ def _has_no_containers(values: list[Any]) -> bool:
 
 def _take_apart(value: Any) -> _Parts | None:
     """Take a container apart; return None for a value that is none."""
-    if isinstance(value, dict):
-        items = value
-        if type(value) not in _DICTS:
-            items = dict(_built_in(value).items(value))
-        keys, suffixes = _sort_keys(*items)
-        return _Parts("dict", suffixes, [items[key] for key in keys], _explain_hidden(value, items))
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):  # which takes nothing but ints
-        return _take_sequence_apart(value)
-    if is_dataclass(value) and not isinstance(value, type):
-        children = {field.name: getattr(value, field.name, None) for field in fields(value)}
-        suffixes = tuple(f".{name}" for name in children)
-        problem = _explain_hidden(value, children)
-        return _Parts(f"dataclass {type(value).__name__}", suffixes, list(children.values()), problem)
+    kind = type(value)
+    if kind in _DICTS:
+        keys, suffixes = _sort_keys(*value)
+        return _Parts("dict", suffixes, [value[key] for key in keys])
+    if kind in (list, tuple) or hasattr(kind, "n_sequence_fields"):  # what torch.max and its kin return
+        name = "list" if kind is list else "tuple"
+        return _Parts(name, tuple(f"[{i}]" for i in range(len(value))), list(value))
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        return _Parts(
+            f"namedtuple {kind.__name__}", tuple(f".{name}" for name in kind._fields), list(tuple.__iter__(value))
+        )
+    if is_dataclass(kind) and not isinstance(value, (type, dict)):
+        names = [field.name for field in fields(value)]
+        children = [getattr(value, name, None) for name in names]
+        return _Parts(f"dataclass {kind.__name__}", tuple(f".{name}" for name in names), children)
     return None
 
 
@@ -348,48 +347,16 @@ def _sort_keys(*keys: Any) -> tuple[list[Any], tuple[str, ...]]:
     return in_order, tuple(f"[{name}]" for name in names)
 
 
-def _take_sequence_apart(value: list[Any] | tuple[Any, ...]) -> _Parts:
-    kind, built_in = ("list", list) if isinstance(value, list) else ("tuple", tuple)
-    children: list[Any] = list(built_in.__iter__(value))  # type: ignore[arg-type]
-    names = getattr(type(value), "_fields", None)
-    if names is None:
-        suffixes = [f"[{i}]" for i in range(len(children))]
-    else:
-        kind = f"namedtuple {type(value).__name__}"
-        suffixes = [f".{name}" for name in names]
-    return _Parts(kind, tuple(suffixes), children, _explain_hidden(value, {}))
-
-
-def _explain_hidden(value: Any, children: dict[Any, Any]) -> str:
-    """Say which attributes a copy with other children would lack, or have wrong; "" if none."""
-    if type(value) in _PLAIN:
-        return ""
-    hidden = []
-    for name, attribute in getattr(value, "__dict__", {}).items():
-        is_child = attribute is None or children.get(name) is attribute  # some dicts keep keys as attributes, too
-        if not is_child and not isinstance(getattr(type(value), name, None), cached_property):
-            hidden.append(name)
-    if not hidden:
-        return ""
-    names = ", ".join(hidden)
-    return f"{type(value).__name__}, with attributes {names} beside what it contains (pass a plain dict or list)"
-
-
 def _put_together(value: Any, children: list[Any]) -> Any:
     """Copy a container that was taken apart, with these children. Code of its class, which may refuse, is not run."""
     kind = type(value)
     if kind is list:
         return children
-    if kind is dict:
-        keys, _ = _sort_keys(*value)
-        return value | dict(zip(keys, children, strict=True))
     if isinstance(value, dict):
-        return _copy_dict(value, children)
-    if isinstance(value, list):
-        made = list.__new__(kind)
-        list.extend(made, children)
+        made = value.copy()
+        dict.update(made, zip(_sort_keys(*value)[0], children, strict=True))  # a Counter's own would add
         return made
-    if hasattr(kind, "n_sequence_fields"):  # what torch.max and its kin return
+    if hasattr(kind, "n_sequence_fields"):
         return kind(children)
     if isinstance(value, tuple):
         return tuple.__new__(kind, children)
@@ -397,29 +364,3 @@ def _put_together(value: Any, children: list[Any]) -> Any:
     for field, child in zip(fields(value), children, strict=True):
         object.__setattr__(made, field.name, child)  # also if it is frozen
     return made
-
-
-def _copy_dict(value: dict[Any, Any], children: list[Any]) -> Any:
-    """Copy a dict with its class and order, and attributes that are its keys, too."""
-    built_in = _built_in(value)
-    made: Any = built_in.__new__(type(value))
-    order = list(built_in.keys(value))
-    keys, _ = _sort_keys(*order)
-    new = dict(zip(keys, children, strict=True))
-    for key in order:
-        built_in.__setitem__(made, key, new[key])
-    if isinstance(value, defaultdict):
-        made.default_factory = value.default_factory
-    attributes = getattr(value, "__dict__", {})
-    if attributes is value:
-        made.__dict__ = made
-        return made
-    for name, attribute in attributes.items():
-        if attribute is None or name in new:
-            object.__setattr__(made, name, new.get(name))
-    return made
-
-
-def _built_in(value: dict[Any, Any]) -> Any:
-    """Return the class of Python's own that a dict is of."""
-    return next(kind for kind in (defaultdict, OrderedDict, dict) if isinstance(value, kind))

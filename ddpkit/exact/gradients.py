@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..collectives.consistency import control_device, raise_everywhere
-from ..collectives.reduce import reduce_in_place
+from ..collectives.consistency import control_device, raise_everywhere, reduce_in_place
 from ..collectives.tree import name_dtype
 from ..data.seeds import generators_kept, seed_cpu
 from ..errors import DdpkitError

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..collectives.consistency import CHECK, communication_device, new_block, sum_block
-from ..collectives.reduce import reduce_in_place
+from ..collectives.consistency import add_up, communication_device, reduce_in_place
 from ..job.job import Peers
 
 _WIDTH = 40  # bits of a digit
@@ -18,7 +17,6 @@ MOST = 1 << 14  # vectors: each digit is at most 2**39 units, and float64 counts
 PLACES = range(-4, 23)  # from below the least number of float32 to 2**891
 _LOWEST = -2  # place whose unit has a reciprocal in float32
 _CHUNK = 1 << 18  # elements that are split at a time, and stay in the cache meanwhile
-_INCOMPLETE = CHECK + len(PLACES)  # in a block, behind a mark at the place of each rank's sum
 
 
 class ExactSum:
@@ -109,15 +107,12 @@ class ExactSum:
         Raises:
             MismatchError: If the ranks have other fingerprints.
         """
-        block = new_block()
-        block[CHECK + PLACES.index(self.place)] = 1
-        block[_INCOMPLETE] = not is_complete
-        sum_block(fingerprint, block, peers)
-        highest = np.flatnonzero(block[CHECK:_INCOMPLETE])[-1]
-        self.raise_to(PLACES[highest])
+        marks = [float(place == self.place) for place in PLACES]
+        *places, incomplete = add_up(fingerprint, [*marks, float(not is_complete)], peers)
+        self.raise_to(PLACES[np.flatnonzero(places)[-1]])
         digits = self.digits.to(communication_device(self.digits.device, peers))
         self.digits = reduce_in_place(digits, peers=peers).to(self.digits.device)
-        return not block[_INCOMPLETE]
+        return not incomplete
 
     @torch.no_grad()
     def rounded(self) -> Tensor:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from ..collectives.consistency import check_fingerprint, fingerprint_of
 from ..collectives.differences import explain_sharded
-from ..collectives.transfer import broadcast_value
-from ..collectives.tree import name_dtype
+from ..collectives.transfer import broadcast_tensor
+from ..collectives.tree import flat_bytes, name_dtype
 from ..job import current_job
+from ..job.job import ranks_of
 from ..torch_internals import has_no_memory, is_compiled, is_dtensor
 
 M = TypeVar("M", bound=nn.Module)
@@ -138,9 +140,11 @@ def check_tensors(call: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 def broadcast_into(tensors: list[Tensor]) -> None:
     """Overwrite tensors with the values of rank 0, or of the first data-parallel rank. Collective."""
-    values = broadcast_value(tensors, None, current_job.data_parallel())
-    for tensor, value in zip(tensors, values, strict=True):
-        tensor.copy_(value)
+    peers = current_job.data_parallel()
+    check_fingerprint(fingerprint_of("a broadcast of tensors", describe_tensors(dict(enumerate(tensors)))), peers)
+    for tensor in tensors:
+        data = broadcast_tensor(flat_bytes(tensor).clone(), ranks_of(peers)[0], peers)
+        tensor.copy_(data.view(tensor.dtype).reshape(tensor.shape))
 
 
 def can_be_overwritten(tensors: Iterable[Tensor | None]) -> list[bool]:
@@ -202,6 +206,6 @@ def _overlapping(spans: list[tuple[int, int, int]]) -> set[int]:
     return found
 
 
-def describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def describe_tensors(tensors: Mapping[Any, Tensor]) -> dict[str, str]:
     """Describe each tensor by dtype and shape."""
-    return {name: f"{name_dtype(tensor.dtype)}{list(tensor.shape)}" for name, tensor in tensors.items()}
+    return {str(name): f"{name_dtype(tensor.dtype)}{list(tensor.shape)}" for name, tensor in tensors.items()}

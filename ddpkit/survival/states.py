@@ -15,7 +15,7 @@ from ..checkpoint.files import check_saveable, from_bytes, to_bytes
 from ..checkpoint.states import find_stand_ins, take_out, tensors_of
 from ..collectives.consistency import raise_everywhere
 from ..collectives.differences import explain_sharded
-from ..collectives.transfer import Description, broadcast_bytes, broadcast_tensor, receive
+from ..collectives.transfer import broadcast_bytes, broadcast_tensor
 from ..collectives.tree import flat_bytes, is_dense
 from ..data.seeds import get_rng_state, set_rng_state
 from ..errors import LaunchError
@@ -170,8 +170,10 @@ def share_data(mine: Any, src: int) -> Any:
     if size > most:
         raise LaunchError(f"Rank {src} sends states of {size} bytes, and at most {most} are expected: not of this job.")
     for tensor, is_on_cpu in zip(stand_ins, on_cpu, strict=True):
-        description = Description(tensor.dtype, tuple(tensor.shape), is_on_cpu)
-        torch.utils.swap_tensors(tensor, receive(description, src))  # type: ignore[no-untyped-call]
+        device = torch.device("cpu") if is_on_cpu else current_job.get_device()
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        received = broadcast_tensor(flat_bytes(empty), src).view(tensor.dtype).reshape(tensor.shape)
+        torch.utils.swap_tensors(tensor, received)  # type: ignore[no-untyped-call]
     return given
 
 

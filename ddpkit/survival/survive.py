@@ -15,9 +15,14 @@ import torch
 import torch.distributed as dist
 
 from ..arguments import as_integer, check_timeout
-from ..collectives.consistency import check_fingerprint, control_device, fingerprint_of, raise_everywhere
+from ..collectives.consistency import (
+    check_fingerprint,
+    control_device,
+    fingerprint_of,
+    raise_everywhere,
+    reduce_in_place,
+)
 from ..collectives.ops import broadcast
-from ..collectives.reduce import reduce_in_place
 from ..collectives.sync import barrier
 from ..errors import DdpkitError, LaunchError, PeerError, RankRejoins
 from ..job import current_job, lifecycle

@@ -14,23 +14,21 @@ from test_ops import assert_all_raised, differing
 
 import ddpkit
 from ddpkit import all_reduce_mean, get_rank, get_world_size
-from ddpkit.collectives.consistency import CHECK, Block, fingerprint_of, new_block, sum_block
+from ddpkit.collectives.consistency import PAYLOAD, Numbers, add_up, fingerprint_of
 
 
-def payload_of(rank: int) -> Block:
+def payload_of(rank: int) -> Numbers:
     """Make numbers whose sum depends on the order in which they are added, or is not finite."""
-    numbers = np.random.default_rng(rank).normal(size=len(new_block()) - CHECK) * 10.0**rank
+    numbers = np.random.default_rng(rank).normal(size=PAYLOAD) * 10.0**rank
     numbers[:4] = [-0.0, 1.7e308, np.inf, np.nan]
     return numbers
 
 
 def summed(few: int) -> tuple[bytes, float]:
-    block = new_block()
-    block[CHECK:] = payload_of(get_rank())
     with patch("ddpkit.collectives.consistency._FEW", few):
-        sum_block(fingerprint_of("a test"), block)
+        sums = add_up(fingerprint_of("a test"), payload_of(get_rank()))
         mean = all_reduce_mean({"rank": get_rank()})["rank"]
-    return block[CHECK:].tobytes(), mean
+    return sums.tobytes(), mean
 
 
 def assert_in_order(world: int, few: int) -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from conftest import on_ranks
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from test_tree import Color, Derived, Fixed, Mirror, Output, Sneaky
+from test_tree import Derived, Fixed, Mirror
 
 from ddpkit import (
     NotSetUpError,
@@ -87,7 +87,7 @@ def arrays(draw: Any, world: int) -> list[Any]:
 
 
 @cache  # hypothesis checks every strategy that is made
-def values(world: int, largest: int = 2**61) -> st.SearchStrategy[list[Any]]:
+def values(world: int, largest: int) -> st.SearchStrategy[list[Any]]:
     """One value for each rank, all of one structure; dicts in an order of their own."""
     number = st.one_of(st.booleans(), st.integers(-largest, largest), st.floats(-1e300, 1e300), st.just(math.nan))
     numbers = st.lists(number, min_size=world, max_size=world)
@@ -112,7 +112,7 @@ def values(world: int, largest: int = 2**61) -> st.SearchStrategy[list[Any]]:
 @st.composite
 def cases(draw: Any, world: int) -> tuple[list[Any], str, list[Any]]:
     op = draw(st.sampled_from(["mean", "mean", "sum", "min", "max"]))
-    each = draw(values(world, 2**53) if op in ("min", "max") else values(world))
+    each = draw(values(world, 2**61 if op == "mean" else 2**53 // world))
     weights = (
         draw(st.lists(st.integers(0, 5), min_size=world, max_size=world))
         if op == "mean" and draw(st.booleans())
@@ -297,7 +297,8 @@ def known_traps() -> dict[str, Any]:
         "2^53 + 1": all_reduce_mean(
             {"tensor": torch.tensor([2**53 + 1, 2**53 + 2 * rank + 1]), "number": 2**53 + 2 * rank + 1}
         ),
-        "2^53 + 1 sum": all_reduce(2**53 + 1),
+        "2^53 + 1 sum": all_reduce(torch.tensor([2**53 + 1])),
+        "2^52 sum": all_reduce(2**52 - 1),
         "large int64": all_reduce_mean(torch.full((1000,), 2**62 + rank)),
         "float16": all_reduce_mean(torch.tensor([40000.0, 40000.0], dtype=torch.float16)),
         "large float16": all_reduce_mean(torch.full((1000,), 40000.0, dtype=torch.float16)),
@@ -327,7 +328,8 @@ def test_known_traps_on_two_ranks() -> None:
         assert got["2^24 + 1"].item() == 2**24 + 1
         mean = float(Fraction(2 * 2**53 + 4, 2))
         assert got["2^53 + 1"]["tensor"].tolist() == [float(2**53 + 1), mean] and got["2^53 + 1"]["number"] == mean
-        assert got["2^53 + 1 sum"] == 2**54 + 2 and type(got["2^53 + 1 sum"]) is int
+        assert got["2^53 + 1 sum"].tolist() == [2**54 + 2]
+        assert got["2^52 sum"] == 2**53 - 2 and type(got["2^52 sum"]) is int
         assert got["large int64"].unique().tolist() == [float(2**62)]
         assert got["float16"].tolist() == [40000.0, 40000.0] and got["float16"].dtype == torch.float16
         assert got["large float16"].unique().tolist() == [40000.0] and got["large float16"].dtype == torch.float16
@@ -351,13 +353,11 @@ def contained() -> dict[str, Any]:
     rank = get_rank()
     value = {
         "counter": Counter(a=rank, b=1),
-        "output": Output(loss=torch.tensor(float(rank))),
-        "mirror": Mirror({"deep": {"f1": float(rank)}}),
         "derived": Derived(float(rank)),
         "fixed": Fixed(float(rank)),
     }
     sums = all_reduce(value)
-    assert value["counter"] == Counter(a=rank, b=1) and value["mirror"].deep.f1 == rank
+    assert value["counter"] == Counter(a=rank, b=1)
     assert type(sums["fixed"]) is Fixed
     return {**sums, "fixed": tuple(sums["fixed"])}  # its constructor takes one argument, pickle gives it two
 
@@ -367,8 +367,6 @@ def test_containers_with_ways_of_their_own_hold_the_sums(world: int) -> None:
     total = sum(range(world))
     for got in on_ranks(contained, world):
         assert got["counter"] == Counter(a=total, b=world)
-        assert got["output"].loss == got["output"]["loss"] == total
-        assert got["mirror"].deep.f1 == got["mirror"]["deep"]["f1"] == total
         assert (got["derived"].first, got["derived"].made) == (total, [total])
         assert got["fixed"] == (total, 2 * total)
 
@@ -605,8 +603,7 @@ BAD_ON_ONE: dict[str, tuple[Callable[[], Any], str, str]] = {
         "TypeError",
         r"object of type Size at value\['a'\]",
     ),
-    "enum": (lambda: all_reduce([last(Color.RED, 1)]), "TypeError", r"member of Color .*at value\[0\]"),
-    "attribute": (lambda: all_reduce(last(Sneaky(1.0), 1)), "TypeError", r"attributes twice beside .* at value\."),
+    "subclass": (lambda: all_reduce(last(Mirror({"x": 1}), 1)), "TypeError", r"Mirror \(pass dict\(it\)\) at value\."),
     "meta": (lambda: all_reduce([last(torch.ones(1, device="meta"), 1)]), "TypeError", r"meta .*at value\[0\]"),
     "None": (lambda: all_reduce_mean(last(None, 1.0)), "TypeError", r"object of type NoneType at value\."),
     "weight": (
@@ -616,7 +613,7 @@ BAD_ON_ONE: dict[str, tuple[Callable[[], Any], str, str]] = {
     ),
     "weight nan": (lambda: all_reduce_mean(1.0, last(math.nan, 1)), "ValueError", r"weight must be .*, got nan"),
     "weight type": (lambda: all_reduce_mean(1.0, last("3", 1)), "TypeError", r"weight must be a number, got str"),
-    "huge": (lambda: all_reduce(last(2**64, 1)), "OverflowError", r"beyond 2\^63 .*18446744073709551616"),
+    "huge": (lambda: all_reduce(last(2**64, 1)), "OverflowError", r"beyond 2\^53 .*18446744073709551616"),
     "nanoseconds": (
         lambda: all_reduce({"now": last(time.time_ns(), 1)}, "max"),
         "OverflowError",
@@ -657,8 +654,7 @@ BAD_ON_ALL: dict[str, tuple[Callable[[], Any], str, str]] = {
         "ValueError",
         r"would lose the gradient of value. Use gather_batch\(\).*\.detach\(\)",
     ),
-    "overflow": (lambda: all_reduce(torch.tensor([2**62, 2**62 - 1])), "OverflowError", r"does not fit 64 bits"),
-    "large overflow": (lambda: all_reduce(torch.full((999,), -(2**63))), "OverflowError", r"does not fit 64 bits"),
+    "sum": (lambda: all_reduce(2**53 + 1), "OverflowError", r"beyond 2\^53 .*'sum'"),
 }
 
 
@@ -696,7 +692,7 @@ def test_ranks_that_differ_all_raise_at_once_and_go_on(world: int) -> None:
     assert_all_raised(on_ranks(differing, world))
 
 
-@pytest.mark.parametrize("name", [name for name in BAD_ON_ALL if "overflow" not in name])
+@pytest.mark.parametrize("name", list(BAD_ON_ALL))
 def test_one_process_refuses_what_ranks_refuse(name: str) -> None:
     call, error, text = BAD_ON_ALL[name]
     kind, message, _ = raised(call)

@@ -87,14 +87,9 @@ def test_a_barrier_refuses_a_time_out_that_is_not_positive() -> None:
         ddpkit.barrier(timeout=timedelta(0))
 
 
-@pytest.mark.parametrize("name", ["", "x" * 1001, 5, b"x", object(), ("a", 1)])
-def test_a_name_that_is_no_short_text_is_refused(name: Any) -> None:
-    for call in (ddpkit.barrier, ddpkit.together(name).__enter__):
-        with pytest.raises((TypeError, ValueError), match="name must"):
-            call(*[name] if call is ddpkit.barrier else [])
-
-
 ODD_NAMES = [
+    "",
+    "x" * 1001,
     "failure",
     "x/1",
     "x",
@@ -212,23 +207,6 @@ def test_a_time_out_without_a_unit_is_an_error_on_every_rank(everybody: bool) ->
         assert "timeout must be a datetime.timedelta" in str(error) and seconds < SOON
         assert isinstance(error, TypeError if everybody or rank == 1 else PeerError)
         assert isinstance(other, TypeError)
-
-
-def pass_a_bad_name(call: str) -> Any:
-    name: Any = 7
-    bad = ddpkit.barrier if call == "barrier" else lambda name: ddpkit.together(name).__enter__()
-    errors = [caught(bad, name)[0]] if get_rank() == 1 else []
-    with ddpkit.together("x"):  # which that rank has missed no more than others
-        pass
-    ddpkit.barrier("x", timedelta(seconds=20))
-    return errors
-
-
-@pytest.mark.parametrize("call", ["barrier", "together"])
-def test_a_bad_name_is_an_error_there_and_disturbs_no_later_meeting(call: str) -> None:
-    nothing, errors = on_ranks(pass_a_bad_name, 2, call)
-    assert not nothing and isinstance(errors[0], TypeError)
-    assert "name must be a string, equal on every rank, got 7" in str(errors[0])
 
 
 def stop_by_a_tensor() -> Any:

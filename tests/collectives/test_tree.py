@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
-from dataclasses import InitVar, dataclass, field, fields
-from enum import IntEnum, IntFlag
+from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -16,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ddpkit.collectives.tree import Leaf, describe, rebuild
+from ddpkit.collectives.tree import describe, rebuild
 
 Point = namedtuple("Point", "x y")
 
@@ -38,7 +36,7 @@ class Strict:
 
 
 def spec(value: Any) -> Any:
-    described = describe(value)
+    described = describe("a test", value)
     return described.paths, described.parts
 
 
@@ -47,14 +45,14 @@ def parts_of(value: Any) -> dict[str, Any]:
 
 
 def doubled(value: Any) -> Any:
-    described = describe(value)
+    described = describe("a test", value)
     return rebuild(value, described, [2 * leaf for leaf in described.leaves])
 
 
 def test_the_order_of_keys_does_not_matter() -> None:
     one, other = {"a": 1.0, "b": [2]}, {"b": [2], "a": 1.0}
     assert spec(one) == spec(other)
-    assert describe(one).leaves == describe(other).leaves == [1.0, 2]
+    assert describe("a test", one).leaves == describe("a test", other).leaves == [1.0, 2]
 
 
 def test_a_copy_keeps_types_and_order() -> None:
@@ -110,8 +108,6 @@ def test_arrays_scalars_and_tensors_come_back_as_such() -> None:
         (np.float32(1), np.array(1, np.float32)),
         (torch.ones(2, 3), torch.ones(3, 2)),
         (torch.ones(2), torch.ones(2, dtype=torch.float64)),
-        (torch.ones(2), torch.ones(2, device="meta")),
-        (1, "1"),
     ],
 )
 def test_what_cannot_be_combined_has_different_specs(one: Any, other: Any) -> None:
@@ -134,14 +130,14 @@ def test_what_can_be_combined_has_equal_specs(one: Any, other: Any) -> None:
         *(torch.ones(1, dtype=torch.complex64), torch.ones(1).to_sparse(), torch.ones(1, device="meta")),
     ],
 )
-def test_what_cannot_be_averaged_is_not_a_known_leaf(leaf: Any) -> None:
-    bad = parts_of({"ok": 1.0, "bad": [leaf]})["value['bad'][0]"]
-    assert isinstance(bad, Leaf) and not bad.known
+def test_what_cannot_be_averaged_is_refused(leaf: Any) -> None:
+    with pytest.raises(TypeError, match=r"found .* at value\['bad'\]\[0\]\."):
+        describe("a test", {"ok": 1.0, "bad": [leaf]})
 
 
 def test_paths_read_like_python() -> None:
     value = {"b": [Point(1, {2: 0.5})], "a": Frozen(0.0, [])}
-    paths = list(describe(value).paths)
+    paths = list(describe("a test", value).paths)
     assert paths == [
         "value",
         *("value['a']", "value['a'].loss", "value['a'].points"),
@@ -155,44 +151,12 @@ def test_paths_read_like_python() -> None:
 # --- the containers that people pass ----------------------------------------------------------------------------------
 
 
-class Averages(Counter[str]):
-    """A Counter of somebody's own."""
-
-
-class Strings(dict[str, Any]):
-    """Takes other arguments than dict, and has side effects."""
-
-    def __init__(self, prefix: str) -> None:
-        super().__init__()
-        self[f"{prefix}/loss"] = 1.0
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__(key, [value, value])
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError("called")
-
-
 class Mirror(dict[str, Any]):
-    """Like easydict: attributes mirror keys, and dicts within become Mirrors."""
+    """Like easydict: attributes mirror keys."""
 
     def __init__(self, values: dict[str, Any]) -> None:
-        super().__init__()
-        for key, value in values.items():
-            setattr(self, key, value)
-
-    def __setattr__(self, key: str, value: Any) -> None:
-        value = Mirror(value) if isinstance(value, dict) else value
-        super().__setattr__(key, value)
-        super().__setitem__(key, value)
-
-
-class SelfDict(dict[str, Any]):
-    """The usual recipe for a dict with attributes."""
-
-    def __init__(self, **values: Any) -> None:
         super().__init__(values)
-        self.__dict__ = self
+        self.__dict__.update(values)
 
 
 @dataclass
@@ -202,33 +166,10 @@ class Output(OrderedDict[str, Any]):
     loss: Any = None
     logits: Any = None
 
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            if getattr(self, each.name) is not None:
-                self[each.name] = getattr(self, each.name)
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__(key, value)
-        super().__setattr__(key, value)
-
-    def __getitem__(self, key: Any) -> Any:
-        return dict(self.items())[key] if isinstance(key, str) else tuple(self.values())[key]
-
-
-class Labelled(dict[str, float]):
-    def __init__(self, values: dict[str, float], total: float) -> None:
-        super().__init__(values)
-        self.total = total
-
 
 class Scores(list[float]):
     def __init__(self, first: float, second: float) -> None:
         super().__init__([first, second])
-
-
-class Twice(list[float]):
-    def __iter__(self) -> Any:
-        return iter([x for x in super().__iter__() for _ in range(2)])
 
 
 class Backwards(namedtuple("Backwards", "x y")):
@@ -236,14 +177,6 @@ class Backwards(namedtuple("Backwards", "x y")):
 
     def __iter__(self) -> Any:
         return reversed(tuple(super().__iter__()))
-
-
-class Noted(list[float]):
-    @classmethod
-    def of(cls, *values: float) -> Noted:
-        noted = cls(values)
-        noted.note = "mine"  # type: ignore[attr-defined]
-        return noted
 
 
 class Fixed(namedtuple("Fixed", "x y")):
@@ -291,14 +224,6 @@ class Sneaky:
         self.twice = 2 * self.x
 
 
-class Color(IntEnum):
-    RED = 1
-
-
-class Flags(IntFlag):
-    A = 1
-
-
 class Meters(int):
     pass
 
@@ -320,30 +245,13 @@ class Wrapped(Tensor):
 
 
 def test_a_counter_is_not_counted_again() -> None:
-    got = doubled(Averages(a=3, b=1))
-    assert type(got) is Averages and got == {"a": 6, "b": 2} and got["c"] == 0
+    got = doubled(Counter(a=3, b=1))
+    assert type(got) is Counter and got == {"a": 6, "b": 2} and got["c"] == 0
 
 
-def test_dicts_with_ways_of_their_own_come_back_as_they_are() -> None:
-    strings = doubled(Strings("train"))
-    assert type(strings) is Strings and dict(strings) == {"train/loss": [2.0, 2.0]}
-    mirror = Mirror({"loss": 1.0, "deep": {"f1": 2.0}})
-    got = doubled(mirror)
-    assert type(got) is type(got.deep) is Mirror
-    assert (got.loss, got["loss"], got.deep.f1, got["deep"]["f1"]) == (2.0, 2.0, 4.0, 4.0)
-    assert got.deep is got["deep"] and mirror.deep.f1 == 2.0
-    own = doubled(SelfDict(loss=1.0))
-    assert type(own) is SelfDict and own.loss == own["loss"] == 2.0
-    own.loss = 5.0
-    assert own["loss"] == 5.0
-    output = doubled(Output(loss=1.0))
-    assert type(output) is Output and dict(output) == {"loss": 2.0}
-    assert output.loss == output["loss"] == output[0] == 2.0 and output.logits is None
-
-
-def test_sequences_with_constructors_of_their_own_come_back_as_they_are() -> None:
-    scores, fixed, typed = doubled([Scores(1.0, 2.0), Fixed(1.0), Typed(1.0)])
-    assert type(scores) is Scores and scores == [2.0, 4.0]
+def test_tuples_with_constructors_of_their_own_come_back_as_they_are() -> None:
+    fixed, typed, backwards = doubled([Fixed(1.0), Typed(1.0), Backwards(1.0, 2.0)])
+    assert type(backwards) is Backwards and (backwards.x, backwards.y) == (2.0, 4.0)
     assert type(fixed) is Fixed and fixed == (2.0, 4.0)
     assert type(typed) is Typed and typed == (2.0, 10.0)
     found = doubled(torch.max(torch.tensor([[1, 3], [4, 2]]), dim=0))
@@ -357,14 +265,10 @@ def test_objects_made_of_fields_come_back_as_they_are() -> None:
     got = doubled(derived)
     assert type(got) is Derived and (got.first, got.made, got.second) == (2.0, [4.0], 6.0)
     assert got.total == 8.0 and derived.made == [2.0]
-    unset = parts_of(Unset(1.0))
-    assert str(unset["value.y"]) == "object of type NoneType"
-
-
-def test_what_a_subclass_holds_counts_not_what_it_shows() -> None:
-    twice, backwards = doubled([Twice([1.0, 2.0]), Backwards(1.0, 2.0)])
-    assert type(twice) is Twice and twice == [2.0, 4.0]
-    assert type(backwards) is Backwards and (backwards.x, backwards.y) == (2.0, 4.0)
+    with pytest.raises(TypeError, match=r"object of type NoneType at value\.y"):
+        describe("a test", Unset(1.0))
+    sneaky = doubled(Sneaky(1.0))
+    assert sneaky.x == 2.0 and not hasattr(sneaky, "twice")  # rather than an old one
 
 
 def test_numbers_come_back_as_plain_ones() -> None:
@@ -379,23 +283,18 @@ def test_tensors_with_a_name_for_their_type_come_back_plain() -> None:
 @pytest.mark.parametrize(
     "make, words",
     [
-        (
-            lambda: Labelled({"a": 1.0}, 5.0),
-            r"Labelled, with attributes total beside what it contains \(pass a",
-        ),
-        (lambda: Noted.of(1.0), r"Noted, with attributes note beside what it contains"),
+        (lambda: Mirror({"a": 1.0}), r"object of type Mirror \(pass dict\(it\)\)"),
+        (lambda: Output(loss=1.0), r"object of type Output \(pass dict\(it\)\)"),
+        (lambda: Scores(1.0, 2.0), r"object of type Scores \(pass list\(it\)\)"),
         (lambda: UserDict(loss=1.0), "object of type UserDict"),
         (lambda: UserList([1.0]), "object of type UserList"),
         (lambda: SimpleNamespace(loss=1.0), "object of type SimpleNamespace"),
-        (lambda: Sneaky(1.0), r"Sneaky, with attributes twice beside what it contains"),
         (lambda: MappingProxyType({"a": 1.0}), "object of type mappingproxy"),
         (lambda: ChainMap({"a": 1.0}), "object of type ChainMap"),
         (lambda: deque([1.0]), "object of type deque"),
         (lambda: range(3), "object of type range"),
         (lambda: {1.0}, "object of type set"),
         (lambda: torch.Size([1, 2]), "object of type Size"),
-        (lambda: Color.RED, r"member of Color"),
-        (lambda: Flags.A, r"member of Flags"),
         (lambda: np.matrix([[1.0]]), r"matrix"),
         (lambda: np.rec.array([(1.0,)], dtype=[("x", "f4")]), r"recarray"),
         (lambda: np.array([object()]), r"ndarray of object"),
@@ -413,9 +312,8 @@ def test_tensors_with_a_name_for_their_type_come_back_plain() -> None:
 )
 @pytest.mark.filterwarnings("ignore")
 def test_what_would_come_back_wrong_is_refused_with_its_path(make: Any, words: str) -> None:
-    value = make()
-    found = parts_of({"ok": 1.0, "bad": [value]})["value['bad'][0]"]
-    assert isinstance(found, Leaf) and not found.known and re.search(words, str(found)), str(found)
+    with pytest.raises(TypeError, match=rf"found .*{words}.* at value\['bad'\]\[0\]\."):
+        describe("a test", {"ok": 1.0, "bad": [make()]})
 
 
 class Same:
@@ -428,22 +326,11 @@ class Same:
 
 def test_keys_that_print_alike_have_no_order_that_ranks_share() -> None:
     with pytest.raises(TypeError, match=r"two keys.*Same\(\)"):
-        describe({Same(1): 1.0, Same(2): 2.0})
+        describe("a test", {Same(1): 1.0, Same(2): 2.0})
 
 
 def test_no_result_shares_memory_with_its_input() -> None:
     array = np.ones(3)
-    described = describe([array, array[None], np.float32(1)])
+    described = describe("a test", [array, array[None], np.float32(1)])
     described.leaves[0] += 1
     assert array.tolist() == [1.0] * 3
-
-
-class DotDict(dict):  # type: ignore[type-arg]
-    """A dict whose keys are attributes, too: it has whatever it is asked for."""
-
-    __getattr__ = dict.get
-
-
-def test_a_dict_that_has_every_attribute_is_a_dict() -> None:
-    made = doubled(DotDict(loss=[1.0, 2.0], n=3))
-    assert type(made) is DotDict and made == {"loss": [2.0, 4.0], "n": 6}
