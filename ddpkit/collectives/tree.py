@@ -281,7 +281,8 @@ def _describe_array(value: Any) -> tuple[Leaf | str, Any]:
     return Leaf(kind, tensor.dtype, tensor.shape), tensor
 
 
-# Containers: how they are taken apart and put together. Subclasses, which may hold more than their children, are none.
+# Containers: how they are taken apart and put together. Of other classes of dicts a new one is made of a dict, as is
+# usual; one that holds more than its keys is no container, nor is another class of lists.
 
 
 class _Parts(NamedTuple):
@@ -319,7 +320,7 @@ def _has_no_containers(values: list[Any]) -> bool:
 def _take_apart(value: Any) -> _Parts | None:
     """Take a container apart; return None for a value that is none."""
     kind = type(value)
-    if kind in _DICTS:
+    if isinstance(value, dict) and not _hidden_in(value):
         keys, suffixes = _sort_keys(*value)
         return _Parts("dict", suffixes, [value[key] for key in keys])
     if kind in (list, tuple) or hasattr(kind, "n_sequence_fields"):  # what torch.max and its kin return
@@ -336,6 +337,12 @@ def _take_apart(value: Any) -> _Parts | None:
     return None
 
 
+def _hidden_in(value: dict[Any, Any]) -> list[str]:
+    """List the attributes of a dict that are none of its keys; those without a value do not count."""
+    attributes = {} if type(value) in _DICTS else getattr(value, "__dict__", {})
+    return [name for name, attribute in attributes.items() if attribute is not None and name not in value]
+
+
 @lru_cache(maxsize=256, typed=True)
 def _sort_keys(*keys: Any) -> tuple[list[Any], tuple[str, ...]]:
     """Sort the keys of a dict by how they print, the same on every rank; return them and their texts in a path."""
@@ -348,13 +355,16 @@ def _sort_keys(*keys: Any) -> tuple[list[Any], tuple[str, ...]]:
 
 
 def _put_together(value: Any, children: list[Any]) -> Any:
-    """Copy a container that was taken apart, with these children. Code of its class, which may refuse, is not run."""
+    """Copy a container that was taken apart, with these children."""
     kind = type(value)
     if kind is list:
         return children
     if isinstance(value, dict):
+        new = dict(zip(_sort_keys(*value)[0], children, strict=True))
+        if kind not in _DICTS:
+            return _make_dict(kind, {key: new[key] for key in value})
         made = value.copy()
-        dict.update(made, zip(_sort_keys(*value)[0], children, strict=True))  # a Counter's own would add
+        dict.update(made, new)  # a Counter's own would add
         return made
     if hasattr(kind, "n_sequence_fields"):
         return kind(children)
@@ -363,4 +373,12 @@ def _put_together(value: Any, children: list[Any]) -> Any:
     made = object.__new__(kind)
     for field, child in zip(fields(value), children, strict=True):
         object.__setattr__(made, field.name, child)  # also if it is frozen
+    return made
+
+
+def _make_dict(kind: Any, content: dict[Any, Any]) -> Any:
+    has_fields = is_dataclass(kind)
+    made = kind(**content) if has_fields else kind(content)
+    if list(made) != list(content):
+        raise TypeError(f"A {kind.__name__} is not made by {kind.__name__}(a dict): pass dict(it).")
     return made

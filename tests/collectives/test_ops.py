@@ -22,7 +22,7 @@ import torch.distributed as dist
 from conftest import on_ranks
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from test_tree import Derived, Fixed, Mirror
+from test_tree import Derived, Fixed, Labelled, Mirror, Output
 
 from ddpkit import (
     NotSetUpError,
@@ -353,11 +353,13 @@ def contained() -> dict[str, Any]:
     rank = get_rank()
     value = {
         "counter": Counter(a=rank, b=1),
+        "output": Output(loss=torch.tensor(float(rank))),
+        "mirror": Mirror({"deep": {"f1": float(rank)}}),
         "derived": Derived(float(rank)),
         "fixed": Fixed(float(rank)),
     }
     sums = all_reduce(value)
-    assert value["counter"] == Counter(a=rank, b=1)
+    assert value["counter"] == Counter(a=rank, b=1) and value["mirror"].deep.f1 == rank
     assert type(sums["fixed"]) is Fixed
     return {**sums, "fixed": tuple(sums["fixed"])}  # its constructor takes one argument, pickle gives it two
 
@@ -367,6 +369,8 @@ def test_containers_with_ways_of_their_own_hold_the_sums(world: int) -> None:
     total = sum(range(world))
     for got in on_ranks(contained, world):
         assert got["counter"] == Counter(a=total, b=world)
+        assert got["output"].loss == got["output"]["loss"] == total
+        assert got["mirror"].deep.f1 == got["mirror"]["deep"]["f1"] == total
         assert (got["derived"].first, got["derived"].made) == (total, [total])
         assert got["fixed"] == (total, 2 * total)
 
@@ -603,7 +607,11 @@ BAD_ON_ONE: dict[str, tuple[Callable[[], Any], str, str]] = {
         "TypeError",
         r"object of type Size at value\['a'\]",
     ),
-    "subclass": (lambda: all_reduce(last(Mirror({"x": 1}), 1)), "TypeError", r"Mirror \(pass dict\(it\)\) at value\."),
+    "subclass": (
+        lambda: all_reduce(last(Labelled({"x": 1}, 5.0), 1)),
+        "TypeError",
+        r"Labelled \(pass dict\(it\)\) at value\.",
+    ),
     "meta": (lambda: all_reduce([last(torch.ones(1, device="meta"), 1)]), "TypeError", r"meta .*at value\[0\]"),
     "None": (lambda: all_reduce_mean(last(None, 1.0)), "TypeError", r"object of type NoneType at value\."),
     "weight": (

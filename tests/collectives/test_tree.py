@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, fields
 from functools import cached_property
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -152,11 +152,25 @@ def test_paths_read_like_python() -> None:
 
 
 class Mirror(dict[str, Any]):
-    """Like easydict: attributes mirror keys."""
+    """Like easydict: attributes mirror keys, and dicts within become Mirrors."""
 
     def __init__(self, values: dict[str, Any]) -> None:
-        super().__init__(values)
-        self.__dict__.update(values)
+        super().__init__()
+        for key, value in values.items():
+            setattr(self, key, value)
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        value = Mirror(value) if type(value) is dict else value
+        super().__setattr__(key, value)
+        super().__setitem__(key, value)
+
+
+class SelfDict(dict[str, Any]):
+    """The usual recipe for a dict with attributes."""
+
+    def __init__(self, *args: Any, **values: Any) -> None:
+        super().__init__(*args, **values)
+        self.__dict__ = self
 
 
 @dataclass
@@ -165,6 +179,25 @@ class Output(OrderedDict[str, Any]):
 
     loss: Any = None
     logits: Any = None
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if getattr(self, each.name) is not None:
+                self[each.name] = getattr(self, each.name)
+
+
+class Labelled(dict[str, float]):
+    def __init__(self, values: dict[str, float], total: float) -> None:
+        super().__init__(values)
+        self.total = total
+
+
+class Strings(dict[str, float]):
+    """Takes other arguments than dict."""
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__()
+        self[f"{prefix}/loss"] = 1.0
 
 
 class Scores(list[float]):
@@ -249,6 +282,20 @@ def test_a_counter_is_not_counted_again() -> None:
     assert type(got) is Counter and got == {"a": 6, "b": 2} and got["c"] == 0
 
 
+def test_dicts_with_attributes_for_keys_come_back_as_they_are() -> None:
+    mirror = Mirror({"loss": 1.0, "deep": {"f1": 2.0}})
+    got = doubled(mirror)
+    assert type(got) is type(got.deep) is Mirror
+    assert (got.loss, got["loss"], got.deep.f1, got["deep"]["f1"]) == (2.0, 2.0, 4.0, 4.0)
+    assert got.deep is got["deep"] and mirror.deep.f1 == 2.0
+    own = doubled(SelfDict(loss=1.0))
+    assert type(own) is SelfDict and own.loss == own["loss"] == 2.0
+    output = doubled(Output(loss=1.0))
+    assert type(output) is Output and dict(output) == {"loss": 2.0} and (output.loss, output.logits) == (2.0, None)
+    with pytest.raises(TypeError, match=r"A Strings is not made by Strings\(a dict\): pass dict\(it\)"):
+        doubled(Strings("train"))
+
+
 def test_tuples_with_constructors_of_their_own_come_back_as_they_are() -> None:
     fixed, typed, backwards = doubled([Fixed(1.0), Typed(1.0), Backwards(1.0, 2.0)])
     assert type(backwards) is Backwards and (backwards.x, backwards.y) == (2.0, 4.0)
@@ -283,8 +330,7 @@ def test_tensors_with_a_name_for_their_type_come_back_plain() -> None:
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda: Mirror({"a": 1.0}), r"object of type Mirror \(pass dict\(it\)\)"),
-        (lambda: Output(loss=1.0), r"object of type Output \(pass dict\(it\)\)"),
+        (lambda: Labelled({"a": 1.0}, 5.0), r"object of type Labelled \(pass dict\(it\)\)"),
         (lambda: Scores(1.0, 2.0), r"object of type Scores \(pass list\(it\)\)"),
         (lambda: UserDict(loss=1.0), "object of type UserDict"),
         (lambda: UserList([1.0]), "object of type UserList"),
