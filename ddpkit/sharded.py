@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .checkpoint.files import SummedFile, unreadable, verify, write_durably
-from .checkpoint.fit import explain_loss
+from .checkpoint.files import SummedFile, unreadable, verify, write_durably, writing_into
 from .checkpoint.folder import is_folder_of
+from .checkpoint.loading import explain_loss
 from .checkpoint.saving import explain_differences, merge_problems
 from .checkpoint.states import find_stand_ins, same_mapping, state_for
 from .collectives.differences import differing_parts, list_lines, name_ranks
@@ -115,7 +115,7 @@ class Sharded:
         """Write the file of this rank, as `write_pieces()` does."""
         write_pieces(self.folder, self._rank, pieces)
 
-    def wait_for_others(self, ending: threading.Event) -> None:
+    def wait_for_others(self) -> None:
         """Wait until the files of all ranks are on the disk, less long when this process is ending.
 
         Raises:
@@ -135,8 +135,7 @@ class Sharded:
             if now != sizes:
                 sizes = now
                 since = time.monotonic()
-            is_ending = ending.is_set() or not threading.main_thread().is_alive()
-            patience = _PATIENCE_AT_END if is_ending else _PATIENCE
+            patience = _PATIENCE if threading.main_thread().is_alive() else _PATIENCE_AT_END
             if time.monotonic() - since > patience:
                 problem = f"{name_ranks(missing)} wrote nothing into {self.folder} for {patience:g} s"
                 raise CheckpointError(f"Not saved: {problem}. Earlier checkpoints are complete.")
@@ -280,14 +279,12 @@ def write_pieces(folder: Path, rank: int, pieces: Pieces) -> None:
     if folder.is_symlink():
         raise CheckpointError(f"Cannot write {path}: {folder} is a link, which no Checkpointer made.")
     try:
-        write_durably(path, write)
-    except BaseException as error:
+        with writing_into(path):
+            write_durably(path, write)
+    except BaseException:
         with suppress(OSError):
             open(folder / _failed_name_of(rank), "xb").close()  # rank 0 waits for one of the two
-        if not isinstance(error, OSError):
-            raise
-        problem = f"Cannot write {path}: {error}."
-        raise CheckpointError(f"{problem} Earlier checkpoints are complete.") from error
+        raise
 
 
 class SavedPieces:
