@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .checkpoint.files import SummedFile, unreadable, verify, write_durably, writing_into
+from .checkpoint.files import SummedFile, reading_from, verify, write_durably, writing_into
 from .checkpoint.folder import is_folder_of
 from .checkpoint.loading import explain_loss
 from .checkpoint.saving import explain_differences, merge_problems
@@ -295,7 +295,8 @@ class SavedPieces:
         content: Its content, in which something stands for each; there may be none.
 
     Raises:
-        CheckpointError: If the file does not say where the pieces are.
+        CheckpointError: If the file does not say where the pieces are, or one of this rank's share
+            is not there or damaged.
     """
 
     def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
@@ -316,20 +317,14 @@ class SavedPieces:
         for name, tensor in stand_ins.items():
             if name in layouts:
                 self._layouts[id(tensor)] = layouts[name]
+        self._verify()
 
-    def verify(self) -> None:
-        """Compare this rank's share of the files with their checksums.
-
-        Raises:
-            CheckpointError: If one is not there or damaged.
-        """
+    def _verify(self) -> None:
+        """Compare this rank's share of the files with their checksums."""
         for rank in self._writers[get_rank() :: get_world_size()]:
             path = self._folder / _name_of(rank)
-            try:
-                with open(path, "rb") as file:
-                    verify(file)
-            except (OSError, ValueError) as error:
-                raise unreadable(path, error) from error
+            with reading_from(path), open(path, "rb") as file:
+                verify(file)
 
     def explain_losses(self, objects: Mapping[str, Any], states: Mapping[str, Any]) -> list[str]:
         """Say which tensors of models have a dtype that does not hold what is in the files.
@@ -434,13 +429,10 @@ class SavedPieces:
         path = self._folder / _name_of(piece.file)
         tensor = torch.empty(piece.sizes, dtype=dtype, device="cpu")
         data = flat_bytes(tensor).numpy()
-        try:
-            with open(path, "rb") as file:
-                file.seek(piece.start)
-                if file.readinto(data.data) < len(data):
-                    raise OSError("it is too short")
-        except OSError as error:
-            raise unreadable(path, error) from error
+        with reading_from(path), open(path, "rb") as file:
+            file.seek(piece.start)
+            if file.readinto(data.data) < len(data):
+                raise OSError("it is too short")
         return tensor
 
 

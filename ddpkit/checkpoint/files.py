@@ -101,14 +101,11 @@ def read(path: Path, is_mapped: bool = False) -> tuple[dict[str, Any], str]:
     Raises:
         CheckpointError: If the file was truncated or changed, holds pickled code, or is of another format.
     """
-    try:
-        with open(path, "rb") as file:
-            checksum = verify(file)
-            file.seek(0)
-            source = path if is_mapped else file
-            content = torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped)
-    except Exception as error:
-        raise unreadable(path, error) from error
+    with reading_from(path), open(path, "rb") as file:
+        checksum = verify(file)
+        file.seek(0)
+        source = path if is_mapped else file
+        content = torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped)
     version = content.get("format") if isinstance(content, dict) else None
     if version not in (FORMAT, FORMAT_WITH_PIECES):
         found = f"its format is {version}, this ddpkit reads {FORMAT} and {FORMAT_WITH_PIECES}"
@@ -116,9 +113,13 @@ def read(path: Path, is_mapped: bool = False) -> tuple[dict[str, Any], str]:
     return content, checksum
 
 
-def unreadable(path: str | os.PathLike[str], error: Exception) -> CheckpointError:
-    """Make the error to raise where a file cannot be read."""
-    return CheckpointError(f"Cannot read {path}: {_reason(error)}")
+@contextmanager
+def reading_from(path: Path) -> Iterator[None]:
+    """Raise a CheckpointError where a file cannot be read in a block."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(f"Cannot read {path}: {_reason(error)}") from error
 
 
 def to_bytes(content: Any) -> bytes:

@@ -117,13 +117,9 @@ def _read_on_all(path: Path, objects: Mapping[str, Any]) -> tuple[dict[str, Any]
     files = len(set(exchange(checksum)))
     if files > 1:
         raise CheckpointError(f"The ranks see {files} different files at {path}. They must share the folder.")
-    has_pieces = content["format"] == FORMAT_WITH_PIECES
-    if not has_pieces and not is_sharded:
+    if content["format"] != FORMAT_WITH_PIECES and not is_sharded:
         return content, None
-    pieces = try_on_all(lambda: sharding().SavedPieces(path, content))
-    if has_pieces:
-        try_on_all(pieces.verify)
-    return content, pieces
+    return content, try_on_all(lambda: sharding().SavedPieces(path, content))
 
 
 def _restore(path: Path, content: dict[str, Any], sharded: Any, objects: Mapping[str, Any]) -> dict[str, Any]:
