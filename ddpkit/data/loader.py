@@ -16,7 +16,7 @@ from ..arguments import as_integer
 from ..errors import DdpkitError, describe_error
 from ..job import current_job
 from ..torch_internals import is_from_worker
-from .samplers import DistributedEvalSampler, DistributedSampler, Place, ResumableSampler, check_identity, is_within
+from .samplers import DistributedEvalSampler, DistributedSampler, Place, ResumableSampler, check_identity, read_progress
 from .seeds import generators_kept, hash_seeds, seed_cpu
 from .streams import Stream, is_stream, pass_epoch_on, shards_of
 
@@ -292,15 +292,7 @@ class Loader(DataLoader[Any]):
         }
 
     def _load_batches(self, state: Mapping[str, Any]) -> None:
-        if not isinstance(state, Mapping):
-            raise TypeError(f"A loader's state is a dict, got a {type(state).__name__}.")
-        epoch: Any = state.get("epoch")
-        batches: Any = state.get("batches")
-        if not is_within(epoch) or not is_within(batches):
-            raise ValueError(
-                f"Cannot resume: epoch {epoch!r} with {batches!r} batches done is nothing to go on "
-                "from. Start a new epoch."
-            )
+        epoch, batches = read_progress(state, "batches", "batches done")
         self._check_can_skip(epoch, batches)
         if batches:
             check_identity(state, self._identity_of_stream())

@@ -857,7 +857,7 @@ def test_a_state_inside_an_epoch_is_not_given_to_a_sampler_that_cannot_resume():
     assert loader.state_dict() == {"epoch": 0, "batches": 0}
     with pytest.raises(TypeError, match="DistributedSampler cannot resume inside an epoch, and batch 3 of epoch 5"):
         loader.load_state_dict({"epoch": 5, "batches": 3})
-    with pytest.raises(TypeError, match="A loader's state is a dict, got a int"):
+    with pytest.raises(TypeError, match="A sampler's state is a dict, got a int"):
         loader.load_state_dict(5)
     with pytest.raises(ValueError, match="epoch 5 with None batches done is nothing to go on from"):
         loader.load_state_dict({"epoch": 5, "consumed": 3})
