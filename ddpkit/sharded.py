@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .checkpoint.files import SummedFile, unreadable, verify, write_durably
-from .checkpoint.fit import explain_loss
+from .checkpoint.files import SummedFile, reading_from, verify, write_durably, writing_into
 from .checkpoint.folder import is_folder_of
+from .checkpoint.loading import explain_loss
 from .checkpoint.saving import explain_differences, merge_problems
 from .checkpoint.states import find_stand_ins, same_mapping, state_for
 from .collectives.differences import differing_parts, list_lines, name_ranks
@@ -115,7 +115,7 @@ class Sharded:
         """Write the file of this rank, as `write_pieces()` does."""
         write_pieces(self.folder, self._rank, pieces)
 
-    def wait_for_others(self, ending: threading.Event) -> None:
+    def wait_for_others(self) -> None:
         """Wait until the files of all ranks are on the disk, less long when this process is ending.
 
         Raises:
@@ -135,8 +135,7 @@ class Sharded:
             if now != sizes:
                 sizes = now
                 since = time.monotonic()
-            is_ending = ending.is_set() or not threading.main_thread().is_alive()
-            patience = _PATIENCE_AT_END if is_ending else _PATIENCE
+            patience = _PATIENCE if threading.main_thread().is_alive() else _PATIENCE_AT_END
             if time.monotonic() - since > patience:
                 problem = f"{name_ranks(missing)} wrote nothing into {self.folder} for {patience:g} s"
                 raise CheckpointError(f"Not saved: {problem}. Earlier checkpoints are complete.")
@@ -280,14 +279,12 @@ def write_pieces(folder: Path, rank: int, pieces: Pieces) -> None:
     if folder.is_symlink():
         raise CheckpointError(f"Cannot write {path}: {folder} is a link, which no Checkpointer made.")
     try:
-        write_durably(path, write)
-    except BaseException as error:
+        with writing_into(path):
+            write_durably(path, write)
+    except BaseException:
         with suppress(OSError):
             open(folder / _failed_name_of(rank), "xb").close()  # rank 0 waits for one of the two
-        if not isinstance(error, OSError):
-            raise
-        problem = f"Cannot write {path}: {error}."
-        raise CheckpointError(f"{problem} Earlier checkpoints are complete.") from error
+        raise
 
 
 class SavedPieces:
@@ -298,7 +295,8 @@ class SavedPieces:
         content: Its content, in which something stands for each; there may be none.
 
     Raises:
-        CheckpointError: If the file does not say where the pieces are.
+        CheckpointError: If the file does not say where the pieces are, or one of this rank's share
+            is not there or damaged.
     """
 
     def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
@@ -319,20 +317,14 @@ class SavedPieces:
         for name, tensor in stand_ins.items():
             if name in layouts:
                 self._layouts[id(tensor)] = layouts[name]
+        self._verify()
 
-    def verify(self) -> None:
-        """Compare this rank's share of the files with their checksums.
-
-        Raises:
-            CheckpointError: If one is not there or damaged.
-        """
+    def _verify(self) -> None:
+        """Compare this rank's share of the files with their checksums."""
         for rank in self._writers[get_rank() :: get_world_size()]:
             path = self._folder / _name_of(rank)
-            try:
-                with open(path, "rb") as file:
-                    verify(file)
-            except (OSError, ValueError) as error:
-                raise unreadable(path, error) from error
+            with reading_from(path), open(path, "rb") as file:
+                verify(file)
 
     def explain_losses(self, objects: Mapping[str, Any], states: Mapping[str, Any]) -> list[str]:
         """Say which tensors of models have a dtype that does not hold what is in the files.
@@ -437,13 +429,10 @@ class SavedPieces:
         path = self._folder / _name_of(piece.file)
         tensor = torch.empty(piece.sizes, dtype=dtype, device="cpu")
         data = flat_bytes(tensor).numpy()
-        try:
-            with open(path, "rb") as file:
-                file.seek(piece.start)
-                if file.readinto(data.data) < len(data):
-                    raise OSError("it is too short")
-        except OSError as error:
-            raise unreadable(path, error) from error
+        with reading_from(path), open(path, "rb") as file:
+            file.seek(piece.start)
+            if file.readinto(data.data) < len(data):
+                raise OSError("it is too short")
         return tensor
 
 

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -152,6 +153,7 @@ def _main(fn: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str], ou
     except BaseException as error:  # what the interpreter does at the end of a script
         sys.excepthook(type(error), error, error.__traceback__)
         code = 1
+    threading._shutdown()  # waits for threads, as the interpreter does
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

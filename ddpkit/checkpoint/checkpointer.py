@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
-import logging
 import os
 import sys
-import threading
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,7 +16,7 @@ from ..errors import CheckpointError
 from ..job import current_job
 from ..job.lifecycle import exchange
 from ..launch.ranks import is_main_process
-from .files import dump, write_durably
+from .files import dump, write_durably, writing_into
 from .folder import (
     FolderLock,
     delete_left_overs,
@@ -43,7 +41,6 @@ from .saving import (
 )
 from .states import has_names, sharding
 
-_log = logging.getLogger(__name__)
 _RESERVED = ("step", "score")  # in what load() returns: the checkpoint's own
 
 
@@ -64,7 +61,7 @@ class Checkpointer:
         keep_best: Number of checkpoints to keep besides, those with the greatest `score`.
 
     Raises:
-        ValueError: If a number is out of range, `folder` is a file or its home folder is not known.
+        ValueError: If a number is out of range, or `folder` is a file.
 
     Example:
         >>> import tempfile, torch, ddpkit
@@ -182,7 +179,7 @@ class Checkpointer:
             "names in per_rank": ", ".join(own),
         }
         check_fingerprint(fingerprint_of(call, passed))
-        self._finish_before(step)
+        self._finish()
         path = self.folder / name_of(step)
         collected = collect(path, step, score, state, own)
         check_equal(state, collected)
@@ -283,7 +280,7 @@ class Checkpointer:
         """Lock the folder for this process, and for the rule by which checkpoints are kept, on rank 0."""
         if not is_main_process():
             return
-        try:
+        with writing_into(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = lock_folder(self.folder)
             rule = (self.keep, self.keep_best)
@@ -298,78 +295,43 @@ class Checkpointer:
             delete_left_overs(self.folder)
             if sharded is not None:
                 sharded.folder.mkdir()
-        except OSError as error:
-            raise self._cannot_write(error) from error
 
     def _writing_of(self, path: Path, collected: Collected, wait: bool) -> Writing:
         """Make the writing of what is this rank's; if nobody waits for it, of a copy."""
         content, _, sharded = collected
-        saved = (
-            content if is_main_process() else None,
-            [] if sharded is None else sharded.pieces,
-        )
-
-        def get() -> tuple[Any, Any]:
-            return saved
-
-        get_saved = get if wait else snapshot(saved)
-        step = content["step"]
+        pieces = [] if sharded is None else sharded.pieces
+        saved = (content if is_main_process() else None, pieces)
+        get_saved = (lambda: saved) if wait else snapshot(saved)
         is_shared = sharded is not None
-        return Writing(step, lambda ending: self._write(path, get_saved(), sharded, ending), is_shared)
+        return Writing(content["step"], lambda: self._write(path, get_saved(), sharded), is_shared)
 
-    def _write(self, path: Path, saved: tuple[Any, Any], sharded: Any, ending: threading.Event) -> None:
+    def _write(self, path: Path, saved: tuple[Any, Any], sharded: Any) -> None:
         """Write what is this rank's; on rank 0 list the checkpoint, and delete those that are not kept.
 
         Args:
             path: The checkpoint.
             saved: Its content, None on ranks other than 0, and this rank's pieces of sharded tensors.
             sharded: Writes these; None if there are none.
-            ending: Set when the process is ending.
         """
         content, pieces = saved
 
         def write(file: BinaryIO) -> None:
             dump(content, file)
             if sharded is not None:
-                sharded.wait_for_others(ending)
+                sharded.wait_for_others()
 
-        try:
+        with ExitStack() as undo:
+            if content is not None and sharded is not None:
+                undo.callback(sharded.delete)
             if pieces:
                 sharded.write(pieces)
             if content is None:
                 return
-            write_durably(path, write)
-        except BaseException as error:
-            if sharded is not None and content is not None:
-                sharded.delete()
-            if isinstance(error, OSError):
-                raise self._cannot_write(error) from error
-            raise
+            with writing_into(self.folder):
+                write_durably(path, write)
+            undo.pop_all()
         pieces_folder = sharded.folder.name if sharded is not None else ""
         list_and_prune(path, content["score"], self.keep, self.keep_best, pieces_folder)
-
-    def _cannot_write(self, error: OSError) -> CheckpointError:
-        if error.errno == errno.ENOENT and not self.folder.exists():
-            return CheckpointError(f"Cannot write to {self.folder}: the folder was deleted meanwhile.")
-        problem = f"Cannot write to {self.folder}: {error}."
-        return CheckpointError(f"{problem} Earlier checkpoints are complete.")
-
-    def _finish_before(self, step: int) -> None:
-        """Finish the checkpoint before this step's. Collective."""
-        writing = self._writing
-        if writing is None:
-            return
-        if is_main_process() and writing.is_running():
-            _log.warning(
-                "Step %d is not saved before step %d is written, which takes longer than the steps "
-                "between them: save less often.",
-                step,
-                writing.step,
-            )
-        try:
-            self._finish()
-        except CheckpointError as error:
-            raise CheckpointError(f"{error} Step {step} was not saved, either.") from error
 
     def _finish(self) -> None:
         """Let this job write what it has begun; raise what went wrong, on every rank. Collective."""
@@ -385,15 +347,8 @@ class Checkpointer:
 
 
 def _as_path(path: str | os.PathLike[str]) -> Path:
-    """Return a path that means the same after the script has changed its directory; `~` is the home folder.
-
-    Raises:
-        ValueError: If nobody's home folder has that name.
-    """
-    try:
-        return Path(path).expanduser().absolute()
-    except RuntimeError as error:
-        raise ValueError(f"{path} begins with a home folder that is not known: {error}") from None
+    """Return a path that means the same after the script has changed its directory; `~` is the home folder."""
+    return Path(path).expanduser().absolute()
 
 
 def _checked_values(per_rank: Mapping[str, Any] | None, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -403,17 +358,12 @@ def _checked_values(per_rank: Mapping[str, Any] | None, state: Mapping[str, Any]
         TypeError: If it is no mapping from names.
         ValueError: If a name is one of the checkpoint's own, or of a state of all ranks.
     """
-    if per_rank is None:
-        return {}
-    if not has_names(per_rank):
+    own = {} if per_rank is None else per_rank
+    if not has_names(own):
         raise TypeError(f"per_rank must be a dict of values by name, got {per_rank!r}.")
-    reserved = [name for name in per_rank if name in _RESERVED]
-    if reserved:
-        raise ValueError(
-            f"per_rank cannot hold {', '.join(reserved)}: under the names {', '.join(_RESERVED)} "
-            "load() returns what is the checkpoint's own. Choose others."
-        )
-    both = sorted(per_rank.keys() & state.keys())
-    if both:
-        raise ValueError(f"Passed twice, in per_rank and as keyword: {', '.join(both)}. Pass each once.")
-    return dict(per_rank)
+    for name in own:
+        if name in _RESERVED:
+            raise ValueError(f"per_rank cannot hold {name}, under which load() returns the checkpoint's own.")
+        if name in state:
+            raise ValueError(f"Passed twice, in per_rank and as keyword: {name}. Pass each once.")
+    return dict(own)

@@ -6,67 +6,26 @@ checksum, which reading verifies.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 import re
 import zlib
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from ..errors import CheckpointError, DdpkitError
+from ..errors import CheckpointError
 from .states import has_names, without_tensors
-
-# The checksum of a file: quick to compute, and so long that two files do not have the same by chance.
-
-LENGTH = 64  # characters
-_BLOCK = 1 << 20  # bytes
-
-
-class Checksum:
-    """The SHA-256 of the CRC-32 of each MiB, the last one being shorter.
-
-    A damaged block is missed once in four billion times. That is several times as quick as the
-    SHA-256 of all bytes, and nobody cheats here.
-    """
-
-    def __init__(self) -> None:
-        self._sha256 = hashlib.sha256()
-        self._crc = 0  # of the block that is not full yet
-        self._filled = 0  # bytes of that block
-
-    def update(self, data: bytes | memoryview) -> None:
-        """Add bytes."""
-        rest = memoryview(data)
-        while rest:
-            piece = rest[: _BLOCK - self._filled]
-            self._crc = zlib.crc32(piece, self._crc)
-            self._filled += len(piece)
-            if self._filled == _BLOCK:
-                self._end_block()
-            rest = rest[len(piece) :]
-
-    def text(self) -> str:
-        """Return the checksum, in hexadecimal; nothing may be added afterwards."""
-        if self._filled:
-            self._end_block()
-        return self._sha256.hexdigest()
-
-    def _end_block(self) -> None:
-        self._sha256.update(self._crc.to_bytes(4, "little"))
-        self._crc = 0
-        self._filled = 0
-
 
 FORMAT = 1  # of a checkpoint's content
 FORMAT_WITH_PIECES = 2  # of one with sharded tensors, whose pieces are in a folder beside it
 _ADVICE = "Save numbers, strings, tensors, or dicts, lists and tuples of them."
 _MARK = b"\nchecksum:"
-_LAST_LINE = len(_MARK) + LENGTH + 1  # bytes: the mark, the checksum, a newline
+_LAST_LINE = len(_MARK) + 8 + 1  # bytes: the mark, the checksum, a newline
+_BLOCK = 1 << 20  # bytes that are read at a time
 
 
 def write_durably(path: Path, write: Callable[[BinaryIO], Any]) -> None:
@@ -98,6 +57,16 @@ def write_durably(path: Path, write: Callable[[BinaryIO], Any]) -> None:
             os.close(folder)
 
 
+@contextmanager
+def writing_into(path: Path) -> Iterator[None]:
+    """Raise a CheckpointError where a file or folder cannot be written in a block."""
+    try:
+        yield
+    except OSError as error:
+        problem = f"Cannot write to {path}: {error}."
+        raise CheckpointError(f"{problem} Earlier checkpoints are complete.") from error
+
+
 def dump(content: Mapping[str, Any], file: BinaryIO) -> None:
     """Write a content and its checksum to a file on the disk; raise OSError if the disk does not take it."""
     summed = SummedFile(file)
@@ -119,44 +88,38 @@ def check_saveable(content: Mapping[str, Any]) -> None:
         raise CheckpointError(f"Cannot save {name}: {_reason(error)} {_ADVICE}") from error
 
 
-def read(file: BinaryIO, is_mapped: bool = False) -> tuple[Any, str]:
-    """Read what `dump()` wrote from a file open for reading, tensors to the CPU.
+def read(path: Path, is_mapped: bool = False) -> tuple[dict[str, Any], str]:
+    """Read what `dump()` wrote for a checkpoint, tensors to the CPU.
 
     Args:
-        file: The file.
+        path: The file.
         is_mapped: Whether to leave the tensors' bytes in the file until they are used.
 
     Returns:
         The content, and its checksum.
 
     Raises:
-        CheckpointError: If the file was truncated or changed, or holds pickled code.
+        CheckpointError: If the file was truncated or changed, holds pickled code, or is of another format.
     """
-    try:
+    with reading_from(path), open(path, "rb") as file:
         checksum = verify(file)
         file.seek(0)
-        source = file.name if is_mapped else file
+        source = path if is_mapped else file
         content = torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped)
-        return content, checksum
-    except DdpkitError:
-        raise
-    except Exception as error:
-        raise unreadable(file.name, error) from error
-
-
-def unreadable(path: str | os.PathLike[str], error: Exception) -> CheckpointError:
-    """Make the error to raise where a file cannot be read."""
-    return CheckpointError(f"Cannot read {path}: {_reason(error)}")
-
-
-def explain_unusable(content: Any) -> str:
-    """Say why a file's content, of any kind, cannot be used; "" if it is of a known format."""
-    if not isinstance(content, dict):
-        return f"it holds a {type(content).__name__}, which no Checkpointer wrote"
-    version = content.get("format")
+    version = content.get("format") if isinstance(content, dict) else None
     if version not in (FORMAT, FORMAT_WITH_PIECES):
-        return f"its format is {version}, this ddpkit reads {FORMAT} and {FORMAT_WITH_PIECES}"
-    return ""
+        found = f"its format is {version}, this ddpkit reads {FORMAT} and {FORMAT_WITH_PIECES}"
+        raise CheckpointError(f"Cannot read {path}: {found}.")
+    return content, checksum
+
+
+@contextmanager
+def reading_from(path: Path) -> Iterator[None]:
+    """Raise a CheckpointError where a file cannot be read in a block."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(f"Cannot read {path}: {_reason(error)}") from error
 
 
 def to_bytes(content: Any) -> bytes:
@@ -172,41 +135,43 @@ def from_bytes(data: bytes) -> Any:
 
 
 class SummedFile:
-    """A file to write to, with the checksum of all that was written."""
+    """A file to write to, with the CRC-32 of all that was written."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
-        self.checksum = Checksum()
+        self.flush = file.flush
+        self._crc = 0
 
     def write(self, data: bytes | memoryview) -> int:
         """Write bytes."""
-        self.checksum.update(data)
+        self._crc = zlib.crc32(data, self._crc)
         return self.file.write(data)
-
-    def flush(self) -> None:
-        """Flush the file."""
-        self.file.flush()
 
     def end(self) -> None:
         """Write the last line."""
-        self.file.write(_MARK + self.checksum.text().encode() + b"\n")
-        self.file.flush()
+        self.file.write(_last_line(self._crc))
+        self.flush()
 
 
 def verify(file: BinaryIO) -> str:
     """Compare a file with its checksum, and return that; raise ValueError if they differ."""
-    length = file.seek(0, os.SEEK_END) - _LAST_LINE
+    left = file.seek(0, os.SEEK_END) - _LAST_LINE
     file.seek(0)
-    checksum = Checksum()
-    for start in range(0, length, _BLOCK):
-        checksum.update(file.read(min(_BLOCK, length - start)))
+    crc = 0
+    while left > 0:
+        block = file.read(min(_BLOCK, left))
+        crc = zlib.crc32(block, crc)
+        left -= len(block)
     last_line = file.read()
     if not last_line.startswith(_MARK):
         raise ValueError("its checksum is missing: it was truncated, or a Checkpointer did not write it.")
-    text = checksum.text()
-    if last_line != _MARK + text.encode() + b"\n":
+    if last_line != _last_line(crc):
         raise ValueError("its checksum does not match: it was damaged.")
-    return text
+    return f"{crc:08x}"
+
+
+def _last_line(crc: int) -> bytes:
+    return _MARK + b"%08x\n" % crc
 
 
 def _first_unsaveable(content: Mapping[str, Any]) -> str:

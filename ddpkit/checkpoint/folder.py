@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import logging
 import math
 import os
@@ -17,14 +16,11 @@ import shutil
 import socket
 import time
 import weakref
-from collections.abc import Mapping
 from contextlib import suppress
-from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError
-from ..launch.process_tree import boot_id
+from ..errors import CheckpointError, printable
 from .files import write_durably
 from .saving import Writing
 
@@ -72,8 +68,11 @@ def _read_list(folder: Path) -> Scores:
     listed: Scores = {}
     for line in text.splitlines():
         name, _, score = line.partition(" ")
-        if _is_checkpoint(folder, name):
-            listed.setdefault(name, _parse_score(score))
+        if not _is_checkpoint(folder, name):
+            continue
+        listed.setdefault(name, None)
+        with suppress(ValueError):
+            listed[name] = float(score)
     return listed
 
 
@@ -145,13 +144,6 @@ def _is_checkpoint(folder: Path, name: str) -> bool:
     return _CHECKPOINT.fullmatch(name) is not None and (folder / name).is_file()
 
 
-def _parse_score(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
 def _rank_by_score(scores: Scores) -> list[str]:
     """Name those that have a score, the greatest first, equal ones in their order, NaN last."""
     known = {name: (not math.isnan(score), score) for name, score in scores.items() if score is not None}
@@ -161,15 +153,10 @@ def _rank_by_score(scores: Scores) -> list[str]:
 # Locks: one job at a time writes into a folder, and a second one gets an error that names it.
 #
 # The kernel drops the lock when the process ends, however it ends. Some shared file systems lock
-# within one machine only, so the file that is locked also says which job holds it.
+# within one machine only: there the first job finds at its next save that another has begun.
 
 _LOCK_FILE = ".writer"
-_FRESH = 300.0  # seconds since its last save in which a job on another machine counts as running
-_LENGTH = 10_000  # bytes of a lock's file that are read
-_IDENTITIES = (  # variables that a job has again when it is started again, maybe on another machine
-    *("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID"),
-    *("PBS_JOBID", "LSB_JOBID", "LSB_JOBINDEX"),
-)
+_LENGTH = 1000  # bytes of it that are read
 _locks: weakref.WeakValueDictionary[str, FolderLock] = weakref.WeakValueDictionary()
 
 
@@ -185,7 +172,7 @@ def lock_folder(folder: Path) -> FolderLock:
     if lock is None or lock.pid != os.getpid():  # a forked child holds none
         lock = FolderLock(folder)
         _locks[key] = lock
-    lock.renew()
+    lock.check()
     return lock
 
 
@@ -198,7 +185,7 @@ def finish_writing(folder: Path, writing: Writing | None = None) -> str:
 
 
 class FolderLock:
-    """A folder that this process may write into.
+    """A folder that this process may write into; the file that is locked says which process that is.
 
     Attributes:
         pid: The process that made it.
@@ -211,96 +198,29 @@ class FolderLock:
         self.writers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.writing: Writing | None = None
         self._folder = folder
-        self._me = _describe_this_job()
-        path = folder / _LOCK_FILE
+        self._me = f"process {self.pid} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
         # a link would be followed to a file of somebody else's
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        try:
-            self._take(path)
-        except BaseException:
-            os.close(self._file)
-            raise
-        Finalize(self, _release, (path, self._file, self._me), exitpriority=0)
-
-    def renew(self) -> None:
-        """Show that the lock is in use; raise if another job has taken it, where locks end at the machine."""
-        if _read(self._file) != self._me:
-            raise self._refusal("has begun to write into")
-        os.utime(self._file)
-
-    def _take(self, path: Path) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._file = os.open(folder / _LOCK_FILE, flags, 0o666)
+        weakref.finalize(self, os.close, self._file)
         try:
             # not shared with forked workers, as flock's is
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:  # others say that this file system has no locks
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 raise self._refusal("is writing into") from None
-        if not _is_open(path, self._file):  # its former holder, which is ending, has deleted it
-            raise self._refusal("has just written into")
-        if self._may_live(_read(self._file)):
-            problem = self._refusal(f"has written within the last {_FRESH / 60:g} minutes into")
-            raise CheckpointError(f"{problem} If it has ended, delete {path}.")
         os.ftruncate(self._file, 0)
-        os.pwrite(self._file, json.dumps(self._me).encode(), 0)
+        os.pwrite(self._file, self._me.encode(), 0)
+
+    def check(self) -> None:
+        """Raise if another job has taken the lock, where locks end at the machine."""
+        if self._holder() != self._me:
+            raise self._refusal("has begun to write into")
+
+    def _holder(self) -> str:
+        return printable(os.pread(self._file, _LENGTH, 0).decode(errors="replace"))
 
     def _refusal(self, does: str) -> CheckpointError:
         """Make the error that names the job which holds the folder."""
-        holder = _read(self._file)
-        job = "Another job"
-        if holder:
-            process = f"process {holder.get('pid')} on {holder.get('host')}"
-            job = f"Another job ({process}, since {holder.get('since')})"
         remedy = "Two jobs would mix their checkpoints: give each a folder of its own."
-        return CheckpointError(f"{job} {does} {self._folder}. {remedy}")
-
-    def _may_live(self, holder: Mapping[str, Any]) -> bool:
-        """Return whether a job may still run, although this process got the lock, because it is on another machine."""
-        if not holder or holder.get("machine") == self._me["machine"]:
-            return False
-        if self._me["job"] and holder.get("job") == self._me["job"]:  # this job, started again
-            return False
-        return time.time() - os.fstat(self._file).st_mtime < _FRESH
-
-
-def _describe_this_job() -> dict[str, Any]:
-    """Describe this process and its job, so that others can name it, and know it again."""
-    host = socket.gethostname()
-    try:
-        machine = boot_id()
-    except OSError:
-        machine = host
-    found = {name: os.environ.get(name, "") for name in _IDENTITIES}
-    identity = [f"{name}={value}" for name, value in found.items() if value not in ("", "none")]
-    return {
-        "host": host,
-        "machine": machine,
-        "pid": os.getpid(),
-        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "job": " ".join(identity),  # torchrun's default is none
-        "token": os.urandom(8).hex(),
-    }
-
-
-def _is_open(path: Path, file: int) -> bool:
-    """Return whether a descriptor is of the file that has this path now."""
-    try:
-        return os.path.samestat(os.lstat(path), os.fstat(file))
-    except OSError:
-        return False
-
-
-def _release(path: Path, file: int, me: Mapping[str, Any]) -> None:
-    with suppress(OSError):
-        if _is_open(path, file) and _read(file) == me:
-            os.unlink(path)  # before the lock goes
-    with suppress(OSError):
-        os.close(file)
-
-
-def _read(file: int) -> dict[str, Any]:
-    """Return a lock's description of its holder; {} if there is none that can be read."""
-    try:
-        holder = json.loads(os.pread(file, _LENGTH, 0))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return holder if isinstance(holder, dict) else {}
+        return CheckpointError(f"Another job ({self._holder()}) {does} {self._folder}. {remedy}")

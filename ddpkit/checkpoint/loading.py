@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..collectives.differences import list_lines
-from ..data.seeds import check_rng_state, set_rng_states
+from ..collectives.digest import digest
+from ..collectives.tree import name_dtype
+from ..data.seeds import set_rng_states
 from ..errors import CheckpointError
 from ..job.lifecycle import exchange
 from ..launch.ranks import get_rank, get_world_size, is_main_process
 from ..parallel.lr_scaling import applied_scales
 from ..parallel.models import unwrap_model
 from ..torch_internals import is_dtensor
-from .files import FORMAT_WITH_PIECES, explain_unusable, read, unreadable
-from .fit import explain_misfits
+from .files import FORMAT_WITH_PIECES, read
 from .saving import try_on_all
-from .states import sharding, state_for, tensors_of
+from .states import (
+    Description,
+    describe,
+    has_names,
+    is_ordinary,
+    module_state,
+    path_to,
+    place_of,
+    sharding,
+    state_for,
+    tensors_of,
+)
 
 _log = logging.getLogger(__name__)
 _UNDEFINED = (
@@ -100,48 +113,13 @@ def _read_on_all(path: Path, objects: Mapping[str, Any]) -> tuple[dict[str, Any]
     """
     tensors = [tensor for name, value in objects.items() for _, tensor in tensors_of(name, value)]
     is_sharded = any(map(is_dtensor, tensors))
-    with ExitStack() as stack:
-        # held open, for it may be deleted before all have read it
-        file = try_on_all(lambda: stack.enter_context(_open(path)))
-        content, digest = try_on_all(lambda: _read(path, file, objects, is_sharded), doing=f"Cannot read {path}: ")
-    files = len(set(exchange(digest)))
+    content, checksum = try_on_all(lambda: read(path, is_sharded))
+    files = len(set(exchange(checksum)))
     if files > 1:
         raise CheckpointError(f"The ranks see {files} different files at {path}. They must share the folder.")
-    has_pieces = content["format"] == FORMAT_WITH_PIECES
-    if not has_pieces and not is_sharded:
+    if content["format"] != FORMAT_WITH_PIECES and not is_sharded:
         return content, None
-    pieces = try_on_all(lambda: sharding().SavedPieces(path, content))
-    if has_pieces:
-        try_on_all(pieces.verify)
-    return content, pieces
-
-
-def _open(path: Path) -> BinaryIO:
-    try:
-        return open(path, "rb")
-    except (OSError, ValueError) as error:  # the second for a name with a null character
-        raise unreadable(path, error) from error
-
-
-def _read(
-    path: Path,
-    file: BinaryIO,
-    objects: Mapping[str, Any],
-    is_mapped: bool,
-) -> tuple[dict[str, Any], str]:
-    content, digest = read(file, is_mapped)
-    problem = explain_unusable(content)
-    if not problem and objects:
-        states = content["rng"]
-        # where there is none of this rank, new ones are derived from rank 0's
-        state = states[get_rank()] if get_rank() < len(states) else states[0]
-        try:
-            check_rng_state(state)
-        except ValueError as error:
-            problem = f"{error}; load(path) without objects still reads the rest"
-    if problem:
-        raise CheckpointError(f"Cannot read {path}: {problem}.")
-    return content, digest
+    return content, try_on_all(lambda: sharding().SavedPieces(path, content))
 
 
 def _restore(path: Path, content: dict[str, Any], sharded: Any, objects: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,9 +155,8 @@ def _fitting_states(
     """Return this rank's states by name; raise if those asked for are not there or do not fit."""
     own = _part_of_this_rank(path, content)
     states = {**content["state"], **own.get("per_rank", {})}
-    kinds = {**content["kinds"], **own.get("kinds", {})}
-    shapes = {**content["shapes"], **own.get("shapes", {})}
-    problems = explain_misfits(objects, states, kinds, shapes)
+    described = {**content["described"], **own.get("described", {})}
+    problems = _explain_misfits(objects, states, described)
     if not problems and sharded is not None:
         problems = sharded.explain_losses(objects, states)
     if problems:
@@ -211,29 +188,149 @@ def _load_into_all(
 ) -> None:
     """Load states into objects that they fit, and set the random number generators."""
     for name, target in objects.items():
-        former = []
-        if isinstance(target, Optimizer):
-            former = applied_scales(target)
+        scales = _scales_of(target)
         state = state_for(target, states[name])
         if sharded is not None:
             state = sharded.spread(target, state)
         unwrap_model(target).load_state_dict(state)
-        if former and is_main_process():
-            _warn_of_scales(name, former, applied_scales(target))
+        _warn_of_scales(name, scales, _scales_of(target))
     set_rng_states(rng_states)
+
+
+def _scales_of(target: Any) -> list[float | None]:
+    return applied_scales(target) if isinstance(target, Optimizer) else []
 
 
 def _warn_of_scales(name: str, here: list[Any], saved: list[Any]) -> None:
     """Warn if an optimizer's learning rates were saved with another global batch."""
     for old, new in zip(saved, here, strict=True):
-        if old is not None and new is not None and old != new:
+        if is_main_process() and old and new and old != new:
             _log.warning(
-                "The learning rates of %s were scaled by %g when it was saved, and by %g here: the saved ones are "
-                "back. If the global batch is another one now, multiply each group's lr, and base_lrs of its "
-                "scheduler, by %g.",
-                name,
-                old,
-                new,
-                new / old,
+                f"The learning rates of {name} were scaled by {old:g} when it was saved, and by {new:g} here: the "
+                "saved ones are back. If the global batch is another one now, multiply each group's lr, and "
+                f"base_lrs of its scheduler, by {new / old:g}."
             )
             return
+
+
+# The fit of saved states to objects: all that speaks against it is found before anything loads.
+
+
+def _explain_misfits(
+    objects: Mapping[str, Any],
+    states: Mapping[str, Any],
+    described: Mapping[str, Description],
+) -> list[str]:
+    """Say why saved states do not fit objects; [] if nothing speaks against it.
+
+    Args:
+        objects: The objects, by name.
+        states: The states and plain data that are meant for this rank, by name.
+        described: What `describe()` gave for the objects that the states were saved from.
+    """
+    found = []
+    for name, target in objects.items():
+        if name not in states:
+            names = ", ".join(states) or "nothing"
+            found.append(f"it has no {name!r}; it has: {names}")
+            continue
+        if isinstance(target, nn.Module):
+            problems = _explain_module(target, states[name])
+        else:
+            problems = _explain_kind(describe(target), described[name])
+        found += [f"{name} {problem}" for problem in problems]
+    return found or _explain_conflicts(objects, states)
+
+
+def _explain_module(module: nn.Module, there: Any) -> list[str]:
+    if not has_names(there):
+        return [f"is a {type(there).__name__} there, not a model's state dict"]
+    here = module_state(module)
+    found = [f"has {key} here, not there" for key in here if key not in there]
+    found += [f"has {key} there, not here" for key in there if key not in here]
+    for key, value in here.items():  # in this order on every rank, unlike a set
+        if key in there:
+            found.append(_explain_entry(key, value, there[key]))
+    return [problem for problem in found if problem]
+
+
+def _explain_entry(key: str, here: Any, there: Any) -> str:
+    """Say why one entry of a model's state does not fit; "" if nothing speaks against it."""
+    if _shape(there) != _shape(here):
+        return f"has {key} of shape {_shape(there)} there, of {_shape(here)} here"
+    if not isinstance(here, Tensor):
+        return ""
+    if here.is_meta:
+        return f"has {key} on the meta device here, which takes no values: move it with to_empty() before"
+    return explain_loss(key, there, here.dtype) if isinstance(there, Tensor) else ""
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(value.shape) if isinstance(value, Tensor) else ()
+
+
+def _explain_kind(here: Description, there: Description) -> list[str]:
+    """Say why the state of an optimizer or scheduler does not fit another one; [] if nothing speaks against it."""
+    if not there[0] or not here[0]:  # as of a state dict that was saved as plain data
+        return []
+    if here[0] != there[0]:
+        return [f"is {there[0]} there, {here[0]} here"]
+    sizes, saved_sizes = ([len(group) for group in shapes] for shapes in (here[1], there[1]))
+    if sizes != saved_sizes:
+        return [f"has groups of {saved_sizes} tensors there, of {sizes} here"]
+    found = []
+    for index, (group, saved_group) in enumerate(zip(here[1], there[1], strict=True)):
+        for i, (shape, saved) in enumerate(zip(group, saved_group, strict=True)):
+            if shape != saved:
+                found.append(f"has tensor {i} of group {index} of shape {saved} there, of {shape} here")
+    return found
+
+
+# Saved tensors whose values another dtype cannot hold: loading would change them silently.
+
+
+def explain_loss(name: str, saved: Tensor, dtype: torch.dtype) -> str:
+    """Say that loading a tensor as this dtype would change it by more than rounding; "" if not.
+
+    Nothing is said of one on the meta device, whose values are not known yet.
+    """
+    if saved.dtype == dtype or saved.is_meta or _holds(dtype, saved):
+        return ""
+    there = name_dtype(saved.dtype)
+    return f"has {name} of {there} there, of {name_dtype(dtype)} here, which does not hold its values"
+
+
+def _holds(dtype: torch.dtype, saved: Tensor) -> bool:
+    """Return whether a tensor keeps its values in another dtype; numbers that are not integers may be rounded."""
+    if saved.is_complex():
+        return dtype.is_complex and _holds(dtype.to_real(), torch.view_as_real(saved.resolve_conj()))
+    dtype = dtype.to_real() if dtype.is_complex else dtype
+    if saved.is_floating_point() and dtype.is_floating_point:
+        limit = torch.finfo(dtype).max
+        if limit >= torch.finfo(saved.dtype).max:
+            return True
+        values = saved.double()
+        return not (values.isfinite() & (values.abs() > limit)).any()
+    has_sign = dtype.is_signed or not saved.dtype.is_signed or not (saved < 0).any()
+    return has_sign and torch.equal(saved.to(dtype).to(saved.dtype), saved)
+
+
+# Saved tensors that differ but are meant for the same memory: the last one loaded would win.
+
+
+def _explain_conflicts(objects: Mapping[str, Any], states: Mapping[str, Any]) -> list[str]:
+    """Say which saved tensors differ but would be loaded into the same one."""
+    found = []
+    firsts: dict[Any, tuple[str, Tensor]] = {}  # by their place in memory here
+    models = {name: target for name, target in objects.items() if isinstance(target, nn.Module)}
+    for name, module in models.items():
+        for key, here in module_state(module).items():
+            there = states[name][key]
+            if not is_ordinary(here) or there.is_meta:
+                continue
+            path = path_to(name, key)
+            other, saved = firsts.setdefault(place_of(here), (path, there))
+            if saved is not there and digest(saved) != digest(there):
+                problem = f"{other} and {path} differ there, but share memory here"
+                found.append(f"{problem}: untie them, or load equal ones")
+    return found

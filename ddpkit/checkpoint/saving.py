@@ -6,8 +6,7 @@ import copy
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
-from multiprocessing.util import Finalize
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -157,7 +156,7 @@ def collect(
         check_tensors(_CALL, values, own)  # FSDP's state_dict() would communicate
         here = list(values) if is_main_process() else compared
         content = _take_states("state", {name: values[name] for name in here}, tensors)
-        mine = _take_states("per_rank", own, {})  # in which none are sharded
+        mine = _take_states("per_rank", own, None)
         check_saveable({"state": content["state"], "per_rank": mine["per_rank"]})
         mine["rng"] = get_rng_state()
         mine["sharded"] = sharding().describe(tensors) if tensors else {}
@@ -177,11 +176,11 @@ def collect(
     return Collected(content, compared, sharded)
 
 
-def _take_states(key: str, values: Mapping[str, Any], sharded: dict[str, Any]) -> dict[str, Any]:
-    """Return the states of objects under a key, and beside it what they are of; move sharded tensors out."""
+def _take_states(key: str, values: Mapping[str, Any], sharded: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the states of objects and what they are of; move sharded tensors out, or refuse them."""
     states = {name: state_of(value) for name, value in values.items()}
     tensors = list(tensors_of(key, states))
-    unsaveable = tensors if key == "per_rank" else without_dtensors(tensors)
+    unsaveable = tensors if sharded is None else without_dtensors(tensors)
     problem = explain_sharded(_CALL, unsaveable)  # one that only the state shows
     for name, tensor in reversed(tensors):
         if is_lazy(tensor):
@@ -190,12 +189,10 @@ def _take_states(key: str, values: Mapping[str, Any], sharded: dict[str, Any]) -
             problem = f"Cannot save {name}: it is on the meta device and has no values. Make it with some."
     if problem:
         raise CheckpointError(problem)
-    described = {name: describe(value) for name, value in values.items()}
-    states = {name: take_out(name, state, sharded) for name, state in states.items()}
+    found = {} if sharded is None else sharded
     return {
-        key: states,
-        "kinds": {name: kind for name, (kind, _) in described.items() if kind},
-        "shapes": {name: shapes for name, (_, shapes) in described.items()},
+        key: {name: take_out(name, state, found) for name, state in states.items()},
+        "described": {name: describe(value) for name, value in values.items()},
     }
 
 
@@ -237,17 +234,15 @@ def explain_differences(everyone: Mapping[int, Mapping[str, str]]) -> str:
     return f"{list_lines(headline, lines)}\n{_ADVICE}"
 
 
-def _broadcast_buffers(model: Any) -> set[str]:
+def _broadcast_buffers(model: Any) -> Iterator[str]:
     """Name the buffers that DDP overwrites with rank 0's before the next forward."""
-    names: set[str] = set()
     if not isinstance(model, nn.Module):
-        return names
+        return
     wrapped = wrapped_paths(model)
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, DistributedDataParallel) and module.broadcast_buffers:
             for name, _ in module.named_buffers(prefix=path, remove_duplicate=False):
-                names.add(strip(name, wrapped))
-    return names
+                yield strip(name, wrapped)
 
 
 # A copy of what is saved, which a thread can write while the training changes the original.
@@ -260,13 +255,14 @@ def snapshot(content: Any) -> Callable[[], Any]:
     by_place: dict[Any, Tensor] = {}  # the same elements have one
     devices = set()
     for _, tensor in tensors_of("", content):
-        if is_ordinary(tensor) and not tensor.is_meta:
-            place = place_of(tensor)
-            if place not in by_place:
-                by_place[place] = _copy_to_cpu(tensor)
-            copies[id(tensor)] = by_place[place]
-            if tensor.is_cuda:
-                devices.add(tensor.device)
+        if not is_ordinary(tensor) or tensor.is_meta:
+            continue
+        place = place_of(tensor)
+        if place not in by_place:
+            by_place[place] = _copy_to_cpu(tensor)
+        copies[id(tensor)] = by_place[place]
+        if tensor.is_cuda:
+            devices.add(tensor.device)
     copied = copy.deepcopy(content, copies)
     # what is asked of a device later, such as the next step, is done after the copies
     events = [torch.cuda.current_stream(device).record_event() for device in devices]
@@ -297,37 +293,29 @@ class Writing:
 
     Args:
         step: The checkpoint's.
-        write: Writes it; gets an event that is set while the process waits for it, to end.
+        write: Writes it.
         is_shared: Whether other ranks than rank 0 write something, too.
 
     Attributes:
         problem: What went wrong, when it has ended; "" if nothing did.
     """
 
-    def __init__(self, step: int, write: Callable[[threading.Event], None], is_shared: bool) -> None:
+    def __init__(self, step: int, write: Callable[[], None], is_shared: bool) -> None:
         self.step = step
         self.is_shared = is_shared
         self.problem = ""
-        self._write: Callable[[threading.Event], None] | None = write
-        self._ending = threading.Event()
+        self._write: Callable[[], None] | None = write
         self._ended = threading.Event()
         self._thread_of = 0  # the process that has one, which a forked child has not
 
     def start(self) -> None:
         """Let a thread write. The process does not end before it, unless it is killed."""
-        threading.Thread(target=self._run_apart, name="ddpkit-checkpoint", daemon=False).start()
         self._thread_of = os.getpid()
-        # the interpreter waits for threads that are no daemons, but a child of multiprocessing lets
-        # go of the folder before it does
-        Finalize(self, _end, (self._ending, self._ended), exitpriority=10)
-
-    def is_running(self) -> bool:
-        """Return whether a thread of this process is writing."""
-        return self._thread_of == os.getpid() and not self._ended.is_set()
+        threading.Thread(target=self._run, name="ddpkit-checkpoint", daemon=False).start()
 
     def finish(self) -> str:
         """Wait for the thread, or write if there is none; return what went wrong, "" if nothing did."""
-        if self.is_running():
+        if self._thread_of == os.getpid():
             # not the thread's own join(), after whose interruption nobody waits for the thread
             self._ended.wait()
         elif self._thread_of == 0:
@@ -336,25 +324,15 @@ class Writing:
 
     def _run(self) -> None:
         write, self._write = self._write, None  # lets go of the content
-        if write is None:
-            return
         try:
-            write(self._ending)
+            if write is not None:
+                write()
         except PeerError:
             raise
         except Exception as error:
             self.problem = _explain(error)
-
-    def _run_apart(self) -> None:
-        try:
-            self._run()
-        finally:
-            if self.problem:
+            if self._thread_of:
                 self.problem = f"Saving step {self.step} without waiting failed: {self.problem}"
                 _log.error("%s", self.problem)
+        finally:
             self._ended.set()
-
-
-def _end(ending: threading.Event, ended: threading.Event) -> None:
-    ending.set()
-    ended.wait()

@@ -22,8 +22,7 @@ from ..collectives.tree import is_dense
 from ..parallel.models import strip, unwrap_model, wrapped_paths
 from ..torch_internals import is_dtensor, module_versions, set_module_versions
 
-# a state of another class of these loads without an error, and fails later
-CHECKED_CLASSES = (Optimizer, LRScheduler)
+Description = tuple[str, list[list[tuple[int, ...]]]]  # of an object: see `describe()`
 
 
 def sharding() -> Any:
@@ -46,17 +45,22 @@ def children(value: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
+def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Go through the leaves of a nested value, by path."""
+    items = children(value)
+    if items is None:
+        yield path, value
+    for key, inner in items or ():
+        yield from leaves(path_to(path, key), inner)
+
+
 def tensors_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Go through the tensors of an object or nested value, without asking for its state dict."""
-    if isinstance(value, Tensor):
-        yield name, value
-        return
     if isinstance(value, nn.Module):
         value = dict([*value.named_parameters(), *value.named_buffers()])
     elif isinstance(value, Optimizer):
         value = {"param_groups": value.param_groups, "state": list(value.state.values())}
-    for key, inner in children(value) or ():
-        yield from tensors_of(f"{name}.{key}", inner)
+    return ((path, leaf) for path, leaf in leaves(name, value) if isinstance(leaf, Tensor))
 
 
 def digest_leaves(name: str, state: Any) -> dict[str, str]:
@@ -152,12 +156,9 @@ def place_of(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), type(tensor)
 
 
-def find_stand_ins(name: str, state: Any) -> Iterator[tuple[str, Tensor]]:
-    """Go through the tensors on the meta device in a nested state, by the paths that `take_out()` gave."""
-    if isinstance(state, Tensor) and state.is_meta:
-        yield name, state
-    for key, value in children(state) or ():
-        yield from find_stand_ins(path_to(name, key), value)
+def find_stand_ins(name: str, state: Any) -> dict[str, Tensor]:
+    """Find the tensors on the meta device in a nested state, by the paths that `take_out()` gave."""
+    return {path: tensor for path, tensor in tensors_of(name, state) if tensor.is_meta}
 
 
 def same_mapping(state: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
@@ -210,18 +211,14 @@ def state_for(target: Any, saved: Any) -> Any:
     return state
 
 
-def describe(value: Any) -> tuple[str, list[list[list[int]]]]:
+def describe(value: Any) -> Description:
     """Describe an object, so that a load can tell if its state fits another.
 
     Returns:
         The class of an optimizer or scheduler, "" for others; the shapes of an optimizer's tensors,
         by group, [] for others.
     """
-    kind = ""
-    if isinstance(value, CHECKED_CLASSES):
-        kind = type(value).__name__
-    shapes = []
-    if isinstance(value, Optimizer):
-        for group in value.param_groups:
-            shapes.append([list(tensor.shape) for tensor in group["params"]])
-    return kind, shapes
+    # a state of another class of these loads without an error, and fails later
+    kind = type(value).__name__ if isinstance(value, Optimizer | LRScheduler) else ""
+    groups = value.param_groups if isinstance(value, Optimizer) else []
+    return kind, [[tuple(tensor.shape) for tensor in group["params"]] for group in groups]

@@ -16,14 +16,14 @@ from ..arguments import as_integer
 from ..errors import DdpkitError, describe_error
 from ..job import current_job
 from ..torch_internals import is_from_worker
-from .samplers import DistributedEvalSampler, DistributedSampler, Place, ResumableSampler, check_identity, is_within
+from .samplers import DistributedEvalSampler, DistributedSampler, Place, ResumableSampler, check_identity, read_progress
 from .seeds import generators_kept, hash_seeds, seed_cpu
 from .streams import Stream, is_stream, pass_epoch_on, shards_of
 
 # a block in which a loader starts its workers; `stopping()` puts another one in its place
 starting_workers: Callable[[DataLoader[Any]], AbstractContextManager[Any]] = nullcontext
 _DECIDED = {
-    "batch_sampler": "it cuts the batches itself, so that every rank has as many",
+    "batch_sampler": "it cuts the batches itself, so that every rank has as many (torch's DataLoader takes one)",
     "generator": "it seeds one of its own, so that the global one is left alone",
     "in_order": "batches out of order could be neither counted nor resumed",
 }
@@ -33,7 +33,7 @@ Seeds = tuple[int, int, int, int]  # seed, epoch, rank, position in the global o
 
 def make_loader(
     dataset: Any,
-    batch_size: int | None = None,
+    batch_size: int,
     *,
     train: bool = True,
     shuffle: bool | None = None,
@@ -42,7 +42,6 @@ def make_loader(
     drop_last: bool = False,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     sampler: Sampler[int] | None = None,
-    batch_sampler: Sampler[list[int]] | None = None,
     num_replicas: int | None = None,
     rank: int | None = None,
     **options: Any,
@@ -64,7 +63,7 @@ def make_loader(
 
     Args:
         dataset: Anything with a length and `__getitem__`, or a stream.
-        batch_size: Samples per step, per rank; left out beside a batch sampler.
+        batch_size: Samples per step, per rank.
         train: Whether it is for training; else for evaluation.
         shuffle: Whether each epoch has an order of its own: by default in training. Never in
             evaluation, nor beside a sampler or for a stream.
@@ -77,9 +76,6 @@ def make_loader(
         sampler: A sampler of this rank's indices, instead of `shuffle`: any of ours, torch's
             DistributedSampler, or one with attributes `num_replicas` and `rank`; on one rank any
             sampler. Its `set_epoch` is called, if it has one.
-        batch_sampler: A sampler of lists of this rank's indices, for example of samples of similar
-            length, instead of a batch size and a sampler. It says its rank as a sampler does, or
-            the one that it holds as `sampler` does. It must have as many batches on every rank.
         num_replicas: Number of ranks among which the samples are dealt; by default all, or the
             data-parallel ones (`set_data_parallel`). Where several ranks read the same samples, as
             those that share a model by tensor parallelism do, it is smaller than the world size.
@@ -103,14 +99,6 @@ def make_loader(
     place = Place.choose(num_replicas, rank)
     options |= {"num_workers": num_workers, "collate_fn": collate_fn}
     check_options("make_loader()", options)
-    if batch_sampler is not None:
-        if batch_size is not None or sampler is not None or shuffle or drop_last or is_stream(dataset):
-            raise ValueError(
-                "batch_sampler decides which samples make a batch: leave out batch_size, sampler, "
-                "shuffle and drop_last. For a stream, whose samples have no numbers, leave it out."
-            )
-        _check_is_of(_first_with("num_replicas", batch_sampler), place, type(batch_sampler).__name__)
-        return Loader(dataset, None, batch_sampler, place, seed, False, **options)
     batch_size = as_integer(batch_size, "batch_size")
     if not train and (shuffle or drop_last):
         promise = "With train=False each sample comes once, in order"
@@ -166,7 +154,7 @@ class Loader(DataLoader[Any]):
     def __init__(
         self,
         dataset: Any,
-        batch_size: int | None,
+        batch_size: int,
         sampler: Sampler[Any] | None,
         place: Place,
         seed: int,
@@ -175,7 +163,7 @@ class Loader(DataLoader[Any]):
     ) -> None:
         self._place = place
         self._seed = seed
-        self._global_batch = (batch_size or 1) * place.num_replicas
+        self._global_batch = batch_size * place.num_replicas
         self._epoch = 0
         self._given_before = 0  # batches of this epoch, by the state that was loaded
         self._latest: Loop | None = None  # the last one that was begun
@@ -184,21 +172,14 @@ class Loader(DataLoader[Any]):
         if sampler is None:
             super().__init__(dataset, batch_size, drop_last=drop_last, **options)
             return
-        if batch_size is None:
-            batches = _Batches(sampler, 1, drop_last, cuts=False)
-            sampler = _first_with("set_epoch", sampler)
-        else:
-            batches = _Batches(sampler, batch_size, drop_last)
-        super().__init__(dataset, batch_sampler=batches, **options)
+        super().__init__(dataset, batch_sampler=_Batches(sampler, batch_size, drop_last), **options)
         # beside a batch sampler torch forgets these, which people read
         self.__dict__.update(batch_size=batch_size, sampler=sampler, drop_last=drop_last)
 
     @property
     def _resumable(self) -> ResumableSampler | None:
-        """Return the sampler if it knows its place in the order, and its order is the loop's."""
-        if self.batch_size is not None and isinstance(self.sampler, ResumableSampler):
-            return self.sampler
-        return None
+        """Return the sampler if it knows its place in the order."""
+        return self.sampler if isinstance(self.sampler, ResumableSampler) else None
 
     @property
     def epoch(self) -> int:
@@ -300,7 +281,7 @@ class Loader(DataLoader[Any]):
 
     def _identity_of_stream(self) -> dict[str, Any]:
         """Return the numbers that the batches depend on, where they are counted."""
-        if not self._is_of_stream:
+        if isinstance(self.batch_sampler, _Batches):
             return {}
         return {
             "seed": self._seed,
@@ -310,20 +291,8 @@ class Loader(DataLoader[Any]):
             "num_workers": self.num_workers,
         }
 
-    @property
-    def _is_of_stream(self) -> bool:
-        return not isinstance(self.batch_sampler, _Batches)
-
     def _load_batches(self, state: Mapping[str, Any]) -> None:
-        if not isinstance(state, Mapping):
-            raise TypeError(f"A loader's state is a dict, got a {type(state).__name__}.")
-        epoch: Any = state.get("epoch")
-        batches: Any = state.get("batches")
-        if not is_within(epoch) or not is_within(batches):
-            raise ValueError(
-                f"Cannot resume: epoch {epoch!r} with {batches!r} batches done is nothing to go on "
-                "from. Start a new epoch."
-            )
+        epoch, batches = read_progress(state, "batches", "batches done")
         self._check_can_skip(epoch, batches)
         if batches:
             check_identity(state, self._identity_of_stream())
@@ -332,11 +301,10 @@ class Loader(DataLoader[Any]):
 
     def _check_can_skip(self, epoch: int, batches: int) -> None:
         """Refuse to go on inside an epoch of a sampler that may deal it in another order."""
-        if batches == 0 or self._is_of_stream:
+        if batches == 0 or not isinstance(self.batch_sampler, _Batches):
             return
-        given = self.batch_sampler.sampler  # type: ignore[union-attr]
         raise TypeError(
-            f"{type(given).__name__} cannot resume inside an epoch, and batch {batches} of epoch "
+            f"{type(self.sampler).__name__} cannot resume inside an epoch, and batch {batches} of epoch "
             f"{epoch} is done. Take the state when the epoch is over: after the loop, or after "
             "set_epoch(epoch + 1). Or pass one of ddpkit's samplers for training as sampler."
         )
@@ -476,37 +444,12 @@ class _Pass(Iterator[Any]):
 
 
 class _Batches(BatchSampler):
-    """Cut a sampler's indices into batches, or hand out those that a loop has prepared.
+    """Cut a sampler's indices into batches, or hand out those that a loop has prepared."""
 
-    Attributes:
-        cuts: Whether it cuts; else the sampler's own batches are handed out.
-        prepared: Those of a loop, while torch makes its iterator.
-    """
-
-    def __init__(self, sampler: Any, batch_size: int, drop_last: bool, cuts: bool = True) -> None:
-        super().__init__(sampler, batch_size, drop_last)
-        self.cuts = cuts
-        self.prepared: Iterator[list[int]] | None = None
+    prepared: Iterator[list[int]] | None = None
 
     def __iter__(self) -> Iterator[list[int]]:
-        if self.prepared is not None:
-            return self.prepared
-        if self.cuts:
-            return super().__iter__()
-        return iter(self.sampler)  # type: ignore[arg-type]
-
-    def __len__(self) -> int:
-        if self.cuts:
-            return super().__len__()
-        return len(self.sampler)  # type: ignore[arg-type]
-
-
-def _first_with(name: str, batch_sampler: Any) -> Any:
-    """Return a batch sampler, or the sampler that it is built on if only that has an attribute."""
-    inner = getattr(batch_sampler, "sampler", None)
-    if hasattr(inner, name) and not hasattr(batch_sampler, name):
-        return inner
-    return batch_sampler
+        return self.prepared or super().__iter__()
 
 
 class Batch(list[int]):
@@ -538,25 +481,19 @@ def check_options(call: str, options: dict[str, Any]) -> None:
 
 def _check_sampler(sampler: Sampler[int], place: Place, batch_size: int) -> None:
     """Refuse a sampler of another rank, or one that gives ranks different numbers of batches."""
-    _check_is_of(sampler, place, type(sampler).__name__)
     if isinstance(sampler, ResumableSampler) and sampler.batch_size not in (1, batch_size):
         raise ValueError(
             f"The sampler was made for batch_size={sampler.batch_size}, the loader for "
             f"{batch_size}: ranks could get different numbers of batches. Give both the same."
         )
-
-
-def _check_is_of(sampler: Any, place: Place, name: str) -> None:
-    """Refuse a sampler, or batch sampler, of another rank or of none."""
     found_rank = getattr(sampler, "rank", None)
     found_size = getattr(sampler, "num_replicas", None)
     if found_rank is None and found_size is None:
         if place.num_replicas > 1:
             raise TypeError(
-                f"{name} does not split its samples: each of {place.num_replicas} ranks "
+                f"{type(sampler).__name__} does not split its samples: each of {place.num_replicas} ranks "
                 "would load them all. Pass DistributedSampler, DistributedWeightedSampler, or one "
-                "with attributes num_replicas and rank that deals this rank's share; a batch "
-                "sampler may also be built on such a sampler."
+                "with attributes num_replicas and rank that deals this rank's share."
             )
     elif (found_rank, found_size) != (place.rank, place.num_replicas):
         raise ValueError(

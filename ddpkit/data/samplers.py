@@ -168,8 +168,7 @@ def _own_place() -> tuple[int, int]:
     return get_data_parallel_rank(), get_data_parallel_world_size()
 
 
-# Positions computed at a time: the first index comes quickly, the rest stays in the cache.
-_FIRST_BLOCK, _BLOCK = 2**10, 2**13
+_BLOCK = 2**13  # positions computed at a time, which stay in the cache
 
 
 class ResumableSampler(Sampler[int], ABC):
@@ -250,16 +249,8 @@ class ResumableSampler(Sampler[int], ABC):
                 Nothing is changed.
             TypeError: If it is no state of a sampler.
         """
-        if not isinstance(state, Mapping):
-            raise TypeError(f"A sampler's state is a dict, got a {type(state).__name__}.")
+        epoch, consumed = read_progress(state, "consumed", f"of {self.n} samples consumed", self.n)
         check_identity(state, self._identity())
-        epoch: Any = state.get("epoch")
-        consumed: Any = state.get("consumed")
-        if not is_within(epoch) or not is_within(consumed, self.n):
-            raise ValueError(
-                f"Cannot resume: epoch {epoch!r} with {consumed!r} of {self.n} samples consumed is "
-                "nothing to go on from. Start a new epoch."
-            )
         self.epoch = epoch
         self.start = consumed
         self.consumed = consumed
@@ -303,15 +294,13 @@ class ResumableSampler(Sampler[int], ABC):
         return self.num_replicas * self.batch_size
 
     def _blocks(self, order: Order, start: int, end: int) -> Iterator[list[int]]:
-        size = _FIRST_BLOCK
-        while start < end:
-            stop = min(start + size * self.num_replicas, end)
-            positions = np.arange(start + self.rank, stop, self.num_replicas, dtype=np.int64)
+        size = _BLOCK * self.num_replicas
+        for first in range(start, end, size):
+            stop = min(first + size, end)
+            positions = np.arange(first + self.rank, stop, self.num_replicas, dtype=np.int64)
             if stop > self.n:
                 positions %= self.n
             yield order(positions).tolist()
-            start = stop
-            size = min(2 * size, _BLOCK)
 
 
 class DistributedSampler(ResumableSampler):
@@ -441,6 +430,24 @@ def check_identity(state: Mapping[str, Any], identity: Mapping[str, Any]) -> Non
             )
 
 
-def is_within(number: Any, limit: float = math.inf) -> bool:
-    """Return whether a value from a state is a count, up to a limit."""
-    return type(number) is int and 0 <= number <= limit
+def read_progress(state: Any, name: str, unit: str, limit: float = math.inf) -> tuple[int, int]:
+    """Return the epoch from the state of a sampler or loader, and how much of it is done.
+
+    Args:
+        state: The state.
+        name: The name under which it has the second number.
+        unit: What that counts, for messages.
+        limit: How much there is.
+
+    Raises:
+        TypeError: If it is no state.
+        ValueError: If one of the numbers is missing or out of range.
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"A sampler's state is a dict, got a {type(state).__name__}.")
+    epoch: Any = state.get("epoch")
+    done: Any = state.get(name)
+    if type(epoch) is not int or type(done) is not int or epoch < 0 or not 0 <= done <= limit:
+        problem = f"epoch {epoch!r} with {done!r} {unit} is nothing to go on from"
+        raise ValueError(f"Cannot resume: {problem}. Start a new epoch.")
+    return epoch, done

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import operator
 import random
@@ -34,10 +33,7 @@ def hash_seeds(use: str, *numbers: int) -> int:
         >>> hash_seeds("order", 0, 1) == hash_seeds("order", 1, 0)
         False
     """
-    words = [use]
-    for number in numbers:
-        words.append(str(operator.index(number)))
-    text = "/".join(words)
+    text = "/".join([use, *(str(operator.index(number)) for number in numbers)])
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
@@ -115,7 +111,6 @@ def get_rng_state() -> dict[str, Any]:
         TypeError: If NumPy's global generator draws from other bits than NumPy's default.
     """
     kind = get_device().type
-    version, words, gauss = random.getstate()
     numpy: Any = np.random.get_state(legacy=False)
     if numpy["bit_generator"] != "MT19937":
         raise TypeError(
@@ -124,7 +119,7 @@ def get_rng_state() -> dict[str, Any]:
         )
     numpy["state"]["key"] = numpy["state"]["key"].tolist()
     return {
-        "python": (version, list(words), gauss),
+        "python": random.getstate(),
         "numpy": numpy,
         "torch": torch.default_generator.get_state(),
         "device": kind,
@@ -132,29 +127,9 @@ def get_rng_state() -> dict[str, Any]:
     }
 
 
-def check_rng_state(state: Any) -> None:
-    """Try a saved state on generators of its own, so that setting it later cannot fail halfway.
-
-    Raises:
-        ValueError: If this version of Python, NumPy or torch cannot take it.
-    """
-    try:
-        random.Random().setstate(_python_state(state))
-        np.random.RandomState().set_state(state["numpy"])
-        torch.Generator("cpu").set_state(state["torch"])
-        kind = get_device().type
-        if kind != "cpu" and state["device"] == kind:
-            torch.Generator(get_device()).set_state(state["accelerator"])
-    except Exception as error:
-        details = str(error).partition("\n")[0] or "no details"
-        raise ValueError(
-            f"this Python, NumPy or torch cannot restore its random states ({type(error).__name__}: {details})"
-        ) from error
-
-
 def set_rng_state(state: Mapping[str, Any]) -> None:
     """Set this rank's generators to a state that `get_rng_state()` returned."""
-    random.setstate(_python_state(state))
+    random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.default_generator.set_state(state["torch"])
     if state["accelerator"] is not None:
@@ -183,14 +158,8 @@ def set_rng_states(saved: list[dict[str, Any]]) -> None:
         set_rng_state(saved[get_rank()])
         return
     text = f"{saved[0]['python']}{saved[0]['numpy']}{saved[0]['torch'].tolist()}"
-    digest = hashlib.sha256(text.encode()).digest()
-    seed_everything(int.from_bytes(digest[:8], "big") >> 1, per_rank=True)
+    seed_everything(hash_seeds(text), per_rank=True)
     if is_main_process():
         _log.warning(
             "Saved on %d ranks (%s), loaded on %d (%s): random numbers start anew on each rank.", *there, *here
         )
-
-
-def _python_state(state: Mapping[str, Any]) -> tuple[Any, ...]:
-    version, words, gauss = state["python"]
-    return version, tuple(words), gauss

@@ -30,6 +30,7 @@ def pass_epoch_on(owner: Any, epoch: int) -> None:
 
 # stages of a WebDataset that take a part of the shards, by the rank
 _NODE_SPLITTERS = ("single_node_only", "split_by_node")
+_FEWER = "Use fewer ranks or workers, or cut the data into more shards (files)."
 _END = object()  # of a part
 
 
@@ -50,36 +51,21 @@ def shards_of(dataset: Any, place: Place, seed: int, num_workers: int, persisten
     if place.num_replicas > 1:
         _check_has_seed(dataset)
     readers = place.num_replicas * max(num_workers, 1)
-    if hasattr(dataset, "shard"):
-        _check_number_of_shards(dataset, place.num_replicas, readers)
-        return Stream(dataset, place, seed, num_workers, persistent)
-    if readers > 1:
-        found = f"{num_workers} workers"
-        if place.num_replicas > 1:
-            found = f"{place.num_replicas} ranks"
+    shards = getattr(dataset, "num_shards", None)
+    if isinstance(shards, int) and shards < readers:
+        raise ValueError(
+            f"The stream's number of shards is {shards}, but each of {readers} readers ({place.num_replicas} "
+            f"ranks x {max(num_workers, 1)} workers) needs one. {_FEWER}"
+        )
+    if readers > 1 and not hasattr(dataset, "shard"):
         raise TypeError(
-            f"{type(dataset).__name__} has no shard(index, num_shards): each of {found} would "
+            f"{type(dataset).__name__} has no shard(index, num_shards): each of {readers} readers would "
             "read all of it. Pass an object that has this method, which returns one part as an "
             "iterable; or, if the stream splits itself, use torch's DataLoader."
         )
-    if num_workers == 0:
+    if readers == 1 and num_workers == 0 and not hasattr(dataset, "shard"):
         return dataset
     return Stream(dataset, place, seed, num_workers, persistent)
-
-
-def _check_number_of_shards(dataset: Any, num_replicas: int, readers: int) -> None:
-    """Refuse a stream that says how many shards it has, if some readers would get none."""
-    found = getattr(dataset, "num_shards", None)
-    if not isinstance(found, int) or found >= readers:
-        return
-    remedy = "Use one rank" if found == 1 else f"Use at most {found} ranks"
-    if found >= num_replicas:
-        remedy = f"Use num_workers={found // num_replicas} or less"
-    raise ValueError(
-        f"The stream's number of shards is {found}, but each of {readers} readers ({num_replicas} "
-        f"ranks x {readers // num_replicas} workers) needs one. {remedy}, or cut the data into more "
-        "shards (files)."
-    )
 
 
 def _check_has_seed(dataset: Any) -> None:
@@ -166,7 +152,7 @@ class Stream(IterableDataset[Any]):
             warnings.warn(
                 f"Rank {self.place.rank} of {ranks}, worker {worker} of {self.readers}, has nothing to "
                 f"read: part {self._reader(worker)} of the stream's {ranks * self.readers} parts is empty. "
-                "Use fewer ranks or workers, or cut the data into more shards (files).",
+                f"{_FEWER}",
                 stacklevel=2,
             )
 

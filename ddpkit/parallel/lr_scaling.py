@@ -158,14 +158,10 @@ class ScalePlan:
             raise ValueError(f"keep must be 'per_rank' or 'global', got {self.keep!r}.")
         if self.rule not in (*_POWERS, "auto"):
             raise ValueError(f"rule must be one of {', '.join(_POWERS)}, auto, got {self.rule!r}.")
-        remainder = self.base_batch_size % self._micro_batches
-        if self.keep == "global" and remainder:
-            below = self.base_batch_size - remainder
-            above = below + self._micro_batches
-            nearest = f"{below} and {above}" if below else f"{above}"
+        if self.keep == "global" and self.base_batch_size % self._micro_batches:
             raise ValueError(
                 f"A global batch of {self.base_batch_size} does not divide into {self.world_size} "
-                f"ranks x {self.accumulation} micro-batches. The nearest that do: {nearest}."
+                f"ranks x {self.accumulation} micro-batches: choose a multiple of {self._micro_batches}."
             )
 
     @property

@@ -149,61 +149,19 @@ def broadcast_into(tensors: list[Tensor]) -> None:
 
 def can_be_overwritten(tensors: Iterable[Tensor | None]) -> list[bool]:
     """Return of each tensor whether it can be overwritten, once those that cannot were replaced by new ones."""
-    found = list(tensors)
-    shared = sharing_memory(found)
+    memory = set()  # of those that can
     fit = []
-    for i, tensor in enumerate(found):
-        if tensor is None or tensor.is_inference() or has_no_memory(tensor):
+    for tensor in tensors:
+        if tensor is None or tensor.layout is not torch.strided or not tensor.is_contiguous():
             fit.append(False)
-        else:
-            fit.append(i not in shared and tensor.is_contiguous())
+            continue
+        if tensor.is_inference() or has_no_memory(tensor):
+            fit.append(False)
+            continue
+        start = tensor.untyped_storage().data_ptr()
+        fit.append(start not in memory)
+        memory.add(start)
     return fit
-
-
-def sharing_memory(tensors: Iterable[Tensor | None]) -> set[int]:
-    """Find the tensors, by index, that may share memory with one before them in the list."""
-    spans = []
-    for index, tensor in enumerate(tensors):
-        if tensor is None:
-            continue
-        if tensor.layout is not torch.strided or tensor.is_nested:
-            continue
-        length = tensor.nbytes
-        if not length:
-            continue
-        if not tensor.is_contiguous():
-            length = _bytes_spanned(tensor)
-        start = tensor.data_ptr()
-        spans.append((start, start + length, index))
-    spans.sort()
-    return _overlapping(spans)
-
-
-def _bytes_spanned(tensor: Tensor) -> int:
-    """Return the number of bytes from a tensor's first element to the end of its last."""
-    steps = zip(tensor.stride(), tensor.shape, strict=True)
-    last = sum(stride * (size - 1) for stride, size in steps)
-    return (last + 1) * tensor.element_size()
-
-
-def _overlapping(spans: list[tuple[int, int, int]]) -> set[int]:
-    """Find the indices of spans that overlap with one of a lower index.
-
-    Spans are (start, end, index), sorted. Those that overlap, directly or through others, follow
-    each other: all of them but the one of the lowest index are found.
-    """
-    found = set()
-    lowest = 0
-    reached = 0
-    for start, end, index in spans:
-        if start >= reached:
-            lowest = index
-            reached = end
-            continue
-        found.add(max(lowest, index))
-        lowest = min(lowest, index)
-        reached = max(reached, end)
-    return found
 
 
 def describe_tensors(tensors: Mapping[Any, Tensor]) -> dict[str, str]:

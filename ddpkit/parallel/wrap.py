@@ -38,6 +38,7 @@ from .models import (
     check_tensors,
     describe_tensors,
     join_path,
+    named_parameters,
     named_tensors,
     strip,
 )
@@ -203,9 +204,9 @@ def _describe(model: nn.Module) -> dict[str, str]:
 
 def _remember_frozen(model: M) -> M:
     """Have a model's forward raise once a parameter needs a gradient that is frozen now."""
-    check = _FrozenCheck(model)
-    if check.frozen and not isinstance(model, torch.jit.ScriptModule):  # which takes no such hook
-        model.register_forward_pre_hook(check)
+    frozen = [(name, parameter) for name, parameter in named_parameters(model) if not parameter.requires_grad]
+    if frozen and not isinstance(model, torch.jit.ScriptModule):  # which takes no such hook
+        model.register_forward_pre_hook(functools.partial(_check_frozen, frozen))
     return model
 
 
@@ -214,30 +215,21 @@ def _forget_frozen(model: nn.Module) -> None:
     for module in model.modules():
         hooks = forward_pre_hooks(module)
         for number, hook in list(hooks.items()):
-            if isinstance(hook, _FrozenCheck):
+            if getattr(hook, "func", None) is _check_frozen:
                 del hooks[number]
 
 
-class _FrozenCheck:
+def _check_frozen(frozen: list[tuple[str, Tensor]], *_: Any) -> None:
     """Refuse a forward if a parameter that was frozen needs a gradient: it would differ between the ranks."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-
-    def __call__(self, model: nn.Module, _: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
-        for parameter in self.frozen:
-            if parameter.requires_grad:
-                self._refuse(model, parameter)
-
-    def _refuse(self, model: nn.Module, parameter: nn.Parameter) -> None:
-        names = [name for name, tensor in named_tensors(model) if tensor is parameter]
-        raise DdpkitError(
-            f"{''.join(names)} was frozen when wrap_model() saw it, and needs a gradient now, which would not be "
-            "averaged over the ranks. Unfreeze it before wrap_model(), or wrap unwrap_model(model) "
-            "again; the optimizer must have it, too."
-        )
+    if not torch.is_grad_enabled():
+        return
+    for name, parameter in frozen:
+        if parameter.requires_grad:
+            raise DdpkitError(
+                f"{name} was frozen when wrap_model() saw it, and needs a gradient now, which would not be "
+                "averaged over the ranks. Unfreeze it before wrap_model(), or wrap unwrap_model(model) "
+                "again; the optimizer must have it, too."
+            )
 
 
 class _Backwards:

@@ -165,7 +165,7 @@ def share_data(mine: Any, src: int) -> Any:
             broadcast_tensor(flat_bytes(tensor), src)
         return mine
     given, on_cpu = from_bytes(data)
-    stand_ins = [tensor for _, tensor in find_stand_ins("states", given)]
+    stand_ins = list(find_stand_ins("states", given).values())
     size = sum(tensor.nbytes for tensor in stand_ins)
     if size > most:
         raise LaunchError(f"Rank {src} sends states of {size} bytes, and at most {most} are expected: not of this job.")

@@ -36,7 +36,7 @@ def test_bad_arguments_are_refused_before_anything_is_written(tmp_path: Path) ->
     for step in (-1, 1.0, True, "1", np.float64(1), np.bool_(True), None):
         with pytest.raises(ValueError, match="step must be"):
             Checkpointer(tmp_path).save(step)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="per_rank cannot hold step, score: under the names step, score load"):
+    with pytest.raises(ValueError, match="per_rank cannot hold step, under which load"):
         Checkpointer(tmp_path).save(1, per_rank={"step": 7, "mine": 1, "score": 2.0})
     assert os.listdir(tmp_path) == ["file"]
 

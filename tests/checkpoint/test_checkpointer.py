@@ -15,6 +15,7 @@ import torch
 from conftest import on_ranks, same
 from runs import (
     draw,
+    files_in,
     flat,
     make_run,
     net,
@@ -72,7 +73,7 @@ def test_a_resumed_run_continues_as_if_it_had_not_stopped(tmp_path: Path, nprocs
         assert rest == {"step": 7, "note": {"best": 0.5, "names": ["a", "b"], "at": (1, None, True)}}
     drawn = [tuple(resumed[0]) for _, resumed, _ in results]
     assert len(set(drawn)) == nprocs, "every rank has its own generators"
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step-000000007.pt"]
+    assert files_in(tmp_path) == ["latest", "step-000000007.pt"]
 
 
 def save_plain(folder: str) -> None:
@@ -184,8 +185,3 @@ def test_a_folder_stays_the_same_in_whatever_directory_the_script_is(world_size:
     assert sorted(os.listdir(tmp_path)) == ["elsewhere", "runs"]
     assert os.listdir(tmp_path / "elsewhere") == []
     assert sorted(os.listdir(tmp_path / "runs")) == ["x", "y"]
-
-
-def test_the_home_folder_of_nobody_is_refused() -> None:
-    with pytest.raises(ValueError, match="~nobody-here/runs begins with a home folder that is not known"):
-        Checkpointer("~nobody-here/runs")

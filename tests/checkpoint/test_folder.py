@@ -135,4 +135,4 @@ def test_foreign_files_stay_and_leftovers_of_a_killed_writer_go(tmp_path: Path) 
         (tmp_path / name).write_bytes(b"half")
     assert newest_step(tmp_path) == 1
     save_one(tmp_path, 3)
-    assert sorted(os.listdir(tmp_path)) == ["latest", "model.pt", "notes.txt", "step-000000001.pt", "step-000000003.pt"]
+    assert files_in(tmp_path) == ["latest", "model.pt", "notes.txt", "step-000000001.pt", "step-000000003.pt"]

@@ -29,19 +29,8 @@ def test_a_checkpoint_of_another_format_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda content: [1, 2], "it holds a list, which no Checkpointer wrote"),
+        (lambda content: [1, 2], "its format is None, this ddpkit reads 1 and 2"),
         (lambda content: content | {"format": "\x1b[31m"}, r"its format is \\x1b\[31m,"),
-        (lambda content: content | {"rng": [{}]}, "this Python, NumPy or torch cannot restore its random states"),
-        (
-            lambda content: other_rng(content, python=(4, [1], None)),
-            r"random states .*ValueError: state with version 4",
-        ),
-        (lambda content: other_rng(content, numpy=("PCG64", [1], 0, 0, 0.0)), r"random states .*\(ValueError"),
-        (lambda content: other_rng(content, torch=torch.zeros(3)), r"random states .*\(TypeError"),
-        (
-            lambda content: other_rng(content, torch=torch.zeros(3, dtype=torch.uint8)),
-            r"random states .*\(RuntimeError",
-        ),
     ],
 )
 def test_an_odd_file_is_refused_and_the_one_before_it_loaded(
@@ -59,9 +48,14 @@ def test_an_odd_file_is_refused_and_the_one_before_it_loaded(
     assert flat(model) == before and torch.equal(torch.get_rng_state(), drawn)
     assert Checkpointer(tmp_path).load_latest(model=model)["step"] == 1
     assert re.search(message, caplog.text)
-    if "random states" in message:
-        assert Checkpointer(tmp_path).load(path)["step"] == 2
 
 
-def other_rng(content: dict[str, Any], **parts: Any) -> dict[str, Any]:
-    return content | {"rng": [content["rng"][0] | parts]}
+def test_random_states_of_another_version_leave_nothing_silent(tmp_path: Path) -> None:
+    path = save_one(tmp_path, 1, model=net())
+    content = torch.load(path, weights_only=True)
+    content["rng"][0]["python"] = (4, [1], None)
+    with open(path, "wb") as file:
+        dump(content, file)
+    with pytest.raises(CheckpointError, match="(?s)ValueError: state with version 4.* undefined state"):
+        Checkpointer(tmp_path).load_latest(model=net())
+    assert Checkpointer(tmp_path).load(path)["step"] == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from conftest import on_ranks
 from runs import (
     Counter,
+    files_in,
     flat,
     net,
     save_one,
@@ -20,7 +22,8 @@ from torch import nn
 
 import ddpkit
 from ddpkit.checkpoint.checkpointer import Checkpointer
-from ddpkit.checkpoint.saving import Collected
+from ddpkit.checkpoint.files import dump, write_durably
+from ddpkit.checkpoint.folder import list_and_prune
 from ddpkit.data.seeds import get_rng_state
 from ddpkit.errors import CheckpointError
 from ddpkit.launch import ranks
@@ -35,7 +38,7 @@ def test_if_all_are_broken_each_is_listed_with_its_reason(tmp_path: Path) -> Non
         CheckpointError, match=r"No checkpoint in .*\n  .*3\.pt: its.*\n  .*2\.pt: its.*\n  .*1\.pt: its"
     ):
         Checkpointer(tmp_path).load_latest()
-    assert len(os.listdir(tmp_path)) == 4
+    assert len(files_in(tmp_path)) == 4
 
 
 def read_beside_a_writer(folder: str, reads: int) -> None:
@@ -47,6 +50,7 @@ def read_beside_a_writer(folder: str, reads: int) -> None:
         if (writer := os.fork()) == 0:
             ranks.set_launch(None)
             write_alone(folder, theirs)
+        os.close(theirs)  # else a writer that dies would be waited for
         os.read(ours, 1)
     ddpkit.barrier()
     last = 0
@@ -63,14 +67,11 @@ def read_beside_a_writer(folder: str, reads: int) -> None:
 
 def write_alone(folder: str, pipe: int) -> None:
     try:
-        checkpoints = Checkpointer(folder, keep=1)
         for step in range(1, 10**9):
-            content = {"format": 1, "step": step, "score": None, "kinds": {}, "shapes": {}, "rng": [get_rng_state()]}
-            checkpoints._prepare_folder(None)
-            writing = checkpoints._writing_of(
-                Path(folder, f"step-{step:09d}.pt"), Collected(content | {"state": {}}, [], None), True
-            )
-            assert not writing.finish()
+            content = {"format": 1, "step": step, "score": None, "state": {}, "described": {}, "rng": [get_rng_state()]}
+            path = Path(folder, f"step-{step:09d}.pt")
+            write_durably(path, functools.partial(dump, content))
+            list_and_prune(path, None, keep=1, keep_best=0)
             os.write(pipe, b"." if step == 1 else b"")
     finally:
         os._exit(1)

@@ -60,7 +60,7 @@ def shard_models(folder: str) -> dict[str, str]:
 
 def test_sharded_tensors_per_rank_and_fsdp_are_refused_by_name_on_every_rank(tmp_path: Path) -> None:
     named = {
-        "model": "mine.0.weight",
+        "model": "mine['0.weight']",
         "held": "per_rank.mine.average",
         "own": "mine",
         "one rank": "mine",
@@ -176,7 +176,7 @@ def save_what_is_lazy(folder: str) -> list[str]:
 @pytest.mark.parametrize("nprocs", [1, 2])
 def test_what_is_lazy_is_named(tmp_path: Path, nprocs: int) -> None:
     for found in on_ranks(save_what_is_lazy, nprocs, str(tmp_path)):
-        names = ("state.net.weight", "per_rank.net.0.weight", "state.found.0")
+        names = ("state.net.weight", "per_rank.net['0.weight']", "state.found[0]")
         for name, text in zip(names, found, strict=True):
             assert f"Cannot save {name}: it is lazy" in text and "Call the model once before." in text
 

@@ -52,14 +52,18 @@ def train(number: int, options: dict[str, Any]) -> tuple[int, list[int]]:
     return step, seen
 
 
-@pytest.mark.parametrize("nprocs", [1, 2])
-@pytest.mark.parametrize("number", SIGNALS, ids=[number.name for number in SIGNALS])
 @pytest.mark.parametrize(
-    "options",
+    ("options", "number", "nprocs"),
     [
-        pytest.param({}, id="fork"),
-        pytest.param({"persistent_workers": True}, id="persistent"),
-        pytest.param({"multiprocessing_context": "spawn"}, id="spawn", marks=pytest.mark.storm),
+        pytest.param({}, signal.SIGTERM, 2, id="fork"),
+        pytest.param({}, signal.SIGUSR1, 2, id="fork, asked by USR1"),
+        pytest.param({}, signal.SIGINT, 1, id="fork, from a terminal"),
+        pytest.param({"persistent_workers": True}, signal.SIGTERM, 1, id="persistent"),
+        pytest.param({"persistent_workers": True}, signal.SIGINT, 2, id="persistent, from a terminal"),
+        *[
+            pytest.param({"multiprocessing_context": "spawn"}, number, 1 + index % 2, marks=pytest.mark.storm)
+            for index, number in enumerate(SIGNALS)
+        ],
     ],
 )
 def test_workers_go_on_until_all_ranks_stop(options: dict[str, Any], number: int, nprocs: int) -> None:

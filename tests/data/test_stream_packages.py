@@ -20,7 +20,6 @@ datasets = pytest.importorskip("datasets", reason="needs datasets: pip install d
 importlib.import_module("datasets.distributed")
 wds = pytest.importorskip("webdataset", reason="needs webdataset: pip install webdataset")
 
-WORLDS = (1, 2, 3)
 SIZES = [7, 3, 10, 1, 4, 9, 2, 8, 5, 6, 11, 3, 7]  # samples of each shard
 SHARDS = list(range(len(SIZES)))
 
@@ -77,24 +76,27 @@ def assert_read_once(ranks: list[list[list[list[int]]]], samples: list[int]) -> 
             assert sorted(chain(*epoch)) == samples
 
 
-@pytest.mark.parametrize("w", WORLDS)
-def test_a_hugging_face_stream_is_read_exactly_once_by_any_number_of_ranks_and_workers(w: int) -> None:
-    ranks = on_ranks(read_epochs, w, in_order, [], 2, [(0, False), (1, False), (2, False), (4, False)])
-    assert_read_once(ranks, ALL)
-    assert_read_once(on_ranks(read_epochs, w, mapped, [], 2, [(2, True)]), ALL)
+# each number of ranks with other numbers of workers, which cost most of the time
+@pytest.mark.parametrize(("w", "number"), [(1, 4), (2, 1), (3, 0), (3, 2)])
+def test_a_hugging_face_stream_is_read_exactly_once_by_any_number_of_ranks_and_workers(w: int, number: int) -> None:
+    assert_read_once(on_ranks(read_epochs, w, in_order, [], 2, [(number, False)]), ALL)
+
+
+def test_a_mapped_stream_is_read_exactly_once_by_workers_that_live_on() -> None:
+    assert_read_once(on_ranks(read_epochs, 2, mapped, [], 2, [(2, True)]), ALL)
 
 
 def test_a_mixture_of_hugging_face_streams_is_read_exactly_once() -> None:
     samples = [sample["i"] for sample in numbers(SHARDS[:12])]
-    assert_read_once(on_ranks(read_epochs, 2, mixed, [], 2, [(0, False), (2, False)]), samples)
+    assert_read_once(on_ranks(read_epochs, 2, mixed, [], 1, [(0, False), (2, False)]), samples)
 
 
-@pytest.mark.parametrize("w", WORLDS)
-def test_a_shuffled_stream_has_another_order_in_each_epoch_and_the_same_when_run_again(w: int) -> None:
+def test_a_shuffled_stream_has_another_order_in_each_epoch_and_the_same_when_run_again() -> None:
     options = [(0, False), (2, False), (2, True)]
-    ranks = on_ranks(read_epochs, w, shuffled, [], 3, options)
-    assert ranks == on_ranks(read_epochs, w, shuffled, [], 3, options)
+    ranks = on_ranks(read_epochs, 2, shuffled, [], 3, options)
     assert_read_once(ranks, ALL)
+    again = on_ranks(read_epochs, 2, shuffled, [], 3, [(0, False), (2, True)])
+    assert [[without, persistent] for without, _, persistent in ranks] == again
     for without, living_an_epoch, persistent in ranks:
         assert living_an_epoch == persistent
         for epochs in (without, persistent):
@@ -140,13 +142,14 @@ def split_by_node_too(urls: list[str]) -> Tars:
     return Tars(urls, nodesplitter=wds.split_by_node)
 
 
-@pytest.mark.parametrize("w", WORLDS)
-def test_a_web_dataset_with_its_own_splitters_is_read_exactly_once(w: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("w", "options"), [(1, [(4, False)]), (2, [(1, False)]), (3, [(0, False), (2, True)])])
+def test_a_web_dataset_with_its_own_splitters_is_read_exactly_once(w: int, options: list[Any], tmp_path: Path) -> None:
     urls = write_tars(tmp_path)
-    ranks = on_ranks(read_epochs, w, Tars, [urls], 2, [(0, False), (1, False), (2, True), (4, False)])
+    ranks = on_ranks(read_epochs, w, Tars, [urls], 2, options)
     assert_read_once(ranks, ALL)
     assert all(first != second for rank in ranks for first, second in rank)
-    assert_read_once(on_ranks(read_epochs, w, split_by_node_too, [urls], 1, [(2, False)]), ALL)
+    if w == 2:
+        assert_read_once(on_ranks(read_epochs, w, split_by_node_too, [urls], 1, [(2, False)]), ALL)
 
 
 def given_whole(urls: list[str]) -> str:
@@ -158,7 +161,7 @@ def given_whole(urls: list[str]) -> str:
 
 def test_a_web_dataset_without_shards_is_refused_on_every_rank(tmp_path: Path) -> None:
     for message in on_ranks(given_whole, 2, write_tars(tmp_path)):
-        assert "WebDataset has no shard(index, num_shards): each of 2 ranks would read all" in message
+        assert "WebDataset has no shard(index, num_shards): each of 2 readers would read all" in message
 
 
 def refused(num_workers: int) -> list[str]:
@@ -171,13 +174,11 @@ def refused(num_workers: int) -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize(
-    ("w", "number", "remedy"), [(1, 6, "num_workers=5 or less"), (2, 3, "num_workers=2 or less"), (6, 0, "5 ranks")]
-)
-def test_every_rank_refuses_too_few_shards_and_a_stream_that_was_split_before(w: int, number: int, remedy: str) -> None:
+@pytest.mark.parametrize(("w", "number"), [(1, 6), (2, 3)])
+def test_every_rank_refuses_too_few_shards_and_a_stream_that_was_split_before(w: int, number: int) -> None:
     for few, split in on_ranks(refused, w, number):
         assert f"shards is 5, but each of 6 readers ({w} ranks x {max(number, 1)} workers) needs one" in few
-        assert remedy in few
+        assert "Use fewer ranks or workers, or cut the data into more shards" in few
         assert "split among ranks before, by split_dataset_by_node()" in split and "Pass the whole stream" in split
 
 
@@ -196,7 +197,7 @@ def without_a_seed() -> str:
 def test_every_rank_refuses_a_hugging_face_stream_that_was_shuffled_without_a_seed() -> None:
     for message in on_ranks(without_a_seed, 2):
         assert "shuffled without a seed" in message and "Use shuffle(seed=...)" in message
-    assert_read_once(on_ranks(read_epochs, 1, unseeded, [], 2, [(2, False)]), ALL)  # one rank has one order
+    assert_read_once(on_ranks(read_epochs, 1, unseeded, [], 1, [(2, False)]), ALL)  # one rank has one order
 
 
 def read_from_the_middle(make: Callable[..., Any], args: list[Any], options: list[Any]) -> list[Any]:
@@ -220,15 +221,14 @@ def read_from_the_middle(make: Callable[..., Any], args: list[Any], options: lis
     return found
 
 
-@pytest.mark.parametrize("w", WORLDS)
+@pytest.mark.parametrize("w", [2, 3])
 def test_a_stream_goes_on_in_the_middle_of_an_epoch(w: int, tmp_path: Path) -> None:
-    streams: list[tuple[Any, list[Any]]] = [(shuffled, [])]
+    streams: list[tuple[Any, list[Any], list[Any]]] = [(shuffled, [], [(0, False), (2, w == 3)])]
     if w == 2:
-        streams.append((Tars, [write_tars(tmp_path)]))
-    for make, args in streams:
-        for whole, before, (rest, following), state, end in chain(
-            *on_ranks(read_from_the_middle, w, make, args, [(0, False), (2, False), (2, True)])
-        ):
+        streams.append((Tars, [write_tars(tmp_path)], [(2, True)]))
+    for make, args, options in streams:
+        found = on_ranks(read_from_the_middle, w, make, args, options)
+        for whole, before, (rest, following), state, end in chain(*found):
             assert before + rest == whole[0] and following == whole[1]
             assert state["epoch"] == 1 and state["batches"] == 2 and state["num_replicas"] == w
             assert end["epoch"] == 3 and end["batches"] == 0

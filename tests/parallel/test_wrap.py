@@ -86,7 +86,7 @@ def _wrap() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3])
 def test_on_several_ranks_a_model_becomes_ddp_with_rank_0s_weights_and_buffers(world_size):
     for rank, found in enumerate(wrapped for wrapped, _ in _results(world_size)):
         assert found["type"] == "DistributedDataParallel"
@@ -149,7 +149,7 @@ def _with_options_of_ddp() -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_options_of_torchs_ddp_reach_it_and_train_the_same(world_size):
     results = on_ranks(_with_options_of_ddp, world_size)
     for found in results:
@@ -169,7 +169,7 @@ def _buffers_by_the_new_name() -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2])
 def test_the_new_name_of_broadcast_buffers_means_the_same(world_size):
     for rank, found in enumerate(on_ranks(_buffers_by_the_new_name, world_size)):
         assert found == [1.0 + (rank + 1), 2.0 * (rank + 1)]
@@ -196,7 +196,7 @@ def _refused_options() -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_options_that_ddp_has_not_or_that_are_decided_are_refused_on_any_number_of_ranks(world_size):
     for found in on_ranks(_refused_options, world_size):
         for text, head in zip(found, _REFUSED_OPTIONS, strict=True):
@@ -207,7 +207,7 @@ def _different_options() -> str:
     return _message(MismatchError, lambda: wrap_model(nn.Linear(2, 1), bucket_cap_mb=get_rank() + 1))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3])
 def test_options_of_ddp_that_differ_between_ranks_are_an_error(world_size):
     for text in on_ranks(_different_options, world_size):
         assert "bucket_cap_mb: 1 on rank 0; 2 on rank 1" in text
@@ -318,7 +318,7 @@ def _refused() -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2])
 def test_models_that_cannot_be_wrapped_are_refused_on_every_rank(world_size):
     for rank, found in enumerate(on_ranks(_refused, world_size)):
         for words in UNFIT:
@@ -362,7 +362,7 @@ def _fit() -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2])
 def test_odd_models_that_can_be_wrapped_are_and_train(world_size):
     mean = [[(world_size + 1) / 2] * 2]
     for found in on_ranks(_fit, world_size):
@@ -640,7 +640,7 @@ def _branch() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3])
 def test_ranks_that_use_different_layers_share_their_gradients(world_size):
     for found in on_ranks(_branch, world_size):
         assert (found["type"], found["count"]) == ("_Output", 1)
@@ -668,7 +668,7 @@ def _alone_and_uneven() -> tuple[str, str]:
     )
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3])
 def test_one_rank_may_evaluate_alone_and_ranks_that_run_out_of_data_may_use_torchs_join(world_size):
     for again, longer in on_ranks(_alone_and_uneven, world_size):
         assert "already wrapped" in again

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.utils.data import BatchSampler
 from typing_extensions import assert_type
 
 import ddpkit
@@ -108,7 +107,6 @@ def losses(loss: Tensor, count: Tensor, model: nn.Module) -> None:
 
 
 def data() -> ddpkit.Loader:
-    ddpkit.make_loader(range(4), batch_sampler=BatchSampler(range(4), 2, False))
     loader = ddpkit.make_loader(range(4), 2, pin_memory=True)
     assert_type(loader.state_dict(), dict[str, Any])
     for epoch in loader.epochs(2):
