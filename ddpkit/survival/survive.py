@@ -21,7 +21,7 @@ from ..collectives.reduce import reduce_in_place
 from ..collectives.sync import barrier
 from ..errors import DdpkitError, LaunchError, PeerError, RankRejoins
 from ..job import current_job, lifecycle
-from ..job.job import ChooseDevice, Context, Options, Origin, checked_options
+from ..job.job import ChooseDevice, Context, Options, checked_options
 from ..job.joining import hosted_store, offer_store
 from ..join.failures import Failure, JobContinues
 from ..join.rendezvous import StoreLost
@@ -254,7 +254,7 @@ class _Survivors:
                 log.warning("trying to join again: %s", lost)
                 continue
             # only now, when the error has gone, by which the store would stay open that a new rank 0 has opened
-            if self.take_place(membership, checked_options(timeout=timeout, watch=True, origin=Origin(), **options)):
+            if self.take_place(membership, checked_options(timeout=timeout, **options)):
                 return
 
     def begin(self, context: Context) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -82,14 +81,13 @@ class Survivor:
     ) -> Context:
         """Do as `lifecycle.rejoin()`."""
         launch = Launch("platform", rank, size)
-        asked = replace(asked, origin=replace(asked.origin, store_host=store_host))
         job = self.job = Job(launch, asked, context_of(launch, self.job.context.device))
         if size == 1:
             self.group = Group(self.start.world, 1)
             self.group.enter()
             self.generation = f"{self.mine.process.name} alone"
             return job.context
-        opened = startup.OpenStore(store, None, None)
+        opened = startup.OpenStore(store, host=store_host)
         with self._joining():
             session, members, listener = startup._join(job, opened, lost)
             startup._start_watch(job, session, members, listener, opened)
@@ -179,7 +177,7 @@ def put_in_place() -> None:
     survival.current_job = SimpleNamespace(
         owns_group=lambda: True,
         hold_failures=_hold,
-        asked_options=lambda: replace(_mine().job.asked),
+        asked_options=lambda: _mine().job.asked,
         current_session=lambda: _mine().session,
         interrupt=lambda failure: _mine().interrupt(failure),
         has_unfinished=lambda: False,
