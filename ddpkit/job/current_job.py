@@ -109,15 +109,12 @@ def get_device() -> torch.device:
     Example:
         >>> batch = torch.ones(4, 2).to(get_device())
     """
-    asked = None
-    if job is not None:
-        if job.is_current() or current_group() is None:
-            return job.context.device
-        asked = job.asked.device
+    if job is not None and (job.is_current() or current_group() is None):
+        return job.context.device
     launch = ranks.current_launch()
     if launch.local_rank is None and count_accelerators() > 1:
         ranks.get_local_rank()  # raises
-    return choose_device(asked, launch.local_rank or 0, launch.local_world_size or 1)
+    return choose_device(None, launch.local_rank or 0, launch.local_world_size or 1)
 
 
 def control_device() -> torch.device:

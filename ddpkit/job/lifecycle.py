@@ -401,11 +401,11 @@ def distributed(
 
 
 def joined() -> bool:
-    """Return whether there are peers to talk to. Adopts a group that somebody else made, or made anew. Collective then.
+    """Return whether there are peers to talk to. Adopts a group that somebody else made before. Collective then.
 
     Raises:
         DdpkitError: In a block in which ranks stay apart; in a second thread.
-        NotSetUpError: If several processes were launched but not set up, or their group has been destroyed.
+        NotSetUpError: If several processes were launched but not set up, or their group has been destroyed or replaced.
     """
     if _apart:
         raise DdpkitError(
@@ -467,28 +467,21 @@ def apart(call: str) -> Iterator[None]:
 
 
 def _join_group() -> Job | None:
-    """Join the group that exists, which is not the one that was joined; return None on one process without a group."""
+    """Join a group that somebody else made before there was a job; return None on one process without a group."""
     former = current_job.job
-    if dist.is_initialized():
-        if former is None:
-            job = _join(Options(watch=False))
-            advice = "call ddpkit.setup() on every rank, and a rank that fails is named at once on the others"
-            news = f"adopted a process group that was there before, without a watch: {advice}"
-        else:
-            job = _join(replace(former.asked, backend=None, launch=None))
-            news = f"adopted the process group that has taken the place of another: {job.context.world_size} ranks"
-        if ranks.is_main_process():
-            log.info("%s", news)
-        return job
-    if former is not None and former.context.world_size > 1:
-        maker = "setup()" if former.owns_group else "somebody else"
+    if former is not None:
+        size = former.context.world_size
         raise NotSetUpError(
-            f"The process group that {maker} made, of {former.context.world_size} ranks, has been destroyed. Call "
-            "ddpkit.teardown() where the job ends, instead of dist.destroy_process_group(); to go on, make a group on "
-            "every rank or call ddpkit.setup() again."
+            f"The process group of this job, of {size} ranks, has been destroyed, or another has taken its place. Call "
+            "ddpkit.teardown() where the job ends, instead of dist.destroy_process_group(); to go on, call "
+            "ddpkit.setup() again, on every rank that has the new group, or on all."
         )
-    if former is not None:  # its group had one rank
-        _leave()
+    if dist.is_initialized():
+        job = _join(Options(watch=False))
+        if ranks.is_main_process():
+            advice = "call ddpkit.setup() on every rank, and a rank that fails is named at once on the others"
+            log.info("adopted a process group that was there before, without a watch: %s", advice)
+        return job
     world_size = ranks.get_world_size()
     if world_size > 1:
         raise NotSetUpError(
