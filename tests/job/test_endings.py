@@ -177,7 +177,7 @@ def test_a_rank_that_fails_without_distributed_is_known_to_those_who_compute(tmp
 
 @pytest.mark.storm
 def test_the_ranks_on_both_sides_hear_how_the_one_between_them_ends(tmp_path: Path) -> None:
-    chain = "from ddpkit.join import members\nmembers.CHILDREN = 1\n"
+    chain = "from ddpkit.watch import links\nlinks.CHILDREN = 1\n"
     scripts = {}
     for name in ("exits", "leaves in except"):
         port = free_port()
