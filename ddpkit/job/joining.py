@@ -143,7 +143,7 @@ def _join(job: Job, opened: OpenStore, orphaned: Callable[[], str]) -> tuple[Ses
     address = None
     if job.asked.watch and launch.rank == 0:
         listener, address = _listen_for_watches(launch, opened)
-    run_id = os.environ.get("DDPKIT_RUN_ID") or os.environ.get("TORCHELASTIC_RUN_ID")
+    run_id = os.environ.get("DDPKIT_RUN_ID") or os.environ.get("TORCHELASTIC_RUN_ID") or None
     me = Member(launch.rank, launch.world_size, run_id, store_outlives_ranks(launch), job.asked.watch, address)
     try:
         store, members = join(opened.store, me, timeout, orphaned)

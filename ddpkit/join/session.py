@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ..errors import BarrierTimeoutError, DdpkitError, PeerError, printable
 from ..parsing import parse, refuse_text
 from ..torch_internals import gloo_address
-from .causes import cause_of, lost_peer_of
+from .causes import cause_of
 from .failures import FAILURE, Failure, Failures
 from .sockets import SETTLE, cut, sockets_beside
 from .store import Pause, call_with_timeout, read_long, read_text, read_texts, write_long
@@ -94,10 +94,6 @@ class Session:
     def cause_of(self, error: BaseException) -> DdpkitError | None:
         """Explain why a collective broke: see `ddpkit.join.causes`."""
         return cause_of(error, self)
-
-    def lost_peer_of(self, error: BaseException) -> DdpkitError | None:
-        """Return the error that names the peer whose loss has led to this one, None if that was not the cause."""
-        return lost_peer_of(error, self)
 
     def follow_connections(self, group: dist.ProcessGroup | None) -> None:
         """Remember the connections of a group of gloo's, to be cut when the job has failed."""

@@ -23,6 +23,7 @@ from ..errors import DdpkitError, LaunchError, PeerError, RankRejoins
 from ..job import current_job, lifecycle
 from ..job.job import ChooseDevice, Context, Options, checked_options
 from ..job.joining import hosted_store, offer_store
+from ..join.causes import lost_peer_of
 from ..join.failures import Failure, JobContinues
 from ..join.rendezvous import StoreLost
 from ..join.sockets import is_listening
@@ -205,7 +206,7 @@ class Attempt:
         Raises:
             PeerError: If it is this rank that was lost.
         """
-        lost = current_job.lost_peer(error) if isinstance(error, Exception) else None
+        lost = lost_peer_of(error, current_job.session()) if isinstance(error, Exception) else None
         if isinstance(lost, PeerError) and lost.rank == ranks.get_rank():  # by the others, or its launcher has gone
             self._survivors.close(lost)
             raise lost from error

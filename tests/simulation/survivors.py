@@ -16,7 +16,6 @@ from world import Killed
 
 from ddpkit.job import joining as startup
 from ddpkit.job.job import Context, Job, Options, context_of
-from ddpkit.join.causes import lost_peer_of
 from ddpkit.join.failures import Failure
 from ddpkit.join.store import without_prefixes
 from ddpkit.launch.launch import Launch
@@ -181,7 +180,7 @@ def put_in_place() -> None:
         current_session=lambda: _mine().session,
         interrupt=lambda failure: _mine().interrupt(failure),
         has_unfinished=lambda: False,
-        lost_peer=lambda error: lost_peer_of(error, _mine().session),
+        session=lambda: _mine().session,
         finish=lambda: None,
     )
     survival.stop_agreement = SimpleNamespace(current=lambda: SimpleNamespace(request=None, decision=None))
