@@ -42,7 +42,6 @@ from .refusal import is_child_of_rank, refuse_job
 
 log = logging.getLogger(__name__)
 _CHOICE = {"error": str, "device": str, "shared": bool, "backend": str | None, "kind": str}
-_SHARED, _APART = "shared", "apart"  # what rank 0 concludes; anything else is why not
 
 
 def offer_store(launch: Launch, store: dist.Store, address: str, port: int) -> None:
@@ -255,18 +254,11 @@ def choose_together(
         choice["error"] = str(error)
     choice["kind"] = chosen.type
 
-    def conclude(texts: list[str]) -> str:
-        choices = [parse(text, f"choice of rank {rank}", _CHOICE) for rank, text in enumerate(texts)]
-        try:
-            _check_choices(choices)
-            return _SHARED if _check_sharing(session, choices) else _APART
-        except LaunchError as error:
-            return str(error)
-
-    found = session.conclude(json.dumps(choice), conclude, "devices")
-    if found not in (_SHARED, _APART):
-        raise LaunchError(found)
-    return chosen, backend or default_backend(chosen, found == _SHARED)
+    texts = session.exchange(json.dumps(choice), "devices")
+    choices = [parse(text, f"choice of rank {rank}", _CHOICE) for rank, text in enumerate(texts)]
+    _check_choices(choices)
+    are_shared = _check_sharing(session, choices)
+    return chosen, backend or default_backend(chosen, are_shared)
 
 
 def _check_choices(choices: list[dict[str, Any]]) -> None:

@@ -146,32 +146,7 @@ class Session:
     def exchange(
         self, text: str, name: str = "exchange", timeout: timedelta | None = None, ranks: Ranks | None = None
     ) -> list[str]:
-        """Give every rank's text to all, in the order of the ranks."""
-        found = self.conclude(text, _shorten, name, timeout, ranks)
-        expected = len(ranks or self.hosts)
-        runs = parse(found, name, {"runs": [tuple[str, int]]}, values=expected)["runs"]
-        texts = [one for one, count in runs for _ in range(min(count, expected))]
-        if len(texts) != expected:
-            refuse_text(found, name)
-        return texts
-
-    def conclude(
-        self,
-        text: str,
-        conclude: Callable[[list[str]], str],
-        name: str,
-        timeout: timedelta | None = None,
-        ranks: Ranks | None = None,
-    ) -> str:
-        """Give every rank's text to the first, and to all what it concludes from them.
-
-        Args:
-            text: This rank's.
-            conclude: Called on the first rank with the texts in the order of the ranks.
-            name: Of this use.
-            timeout: Bound on the wait.
-            ranks: Those that take part, this one among them; by default all.
-        """
+        """Give every rank's text to all, in the order of the ranks: the first one writes them down for all."""
         everyone = ranks or range(len(self.hosts))
         first = everyone[0]
         key = self.count(name, ranks)
@@ -190,11 +165,10 @@ class Session:
             self.meet(key, timeout, used=[mine], ranks=ranks)
             if self.rank == first:
                 texts = read_texts(self.store, [f"{key}/from/{rank}" for rank in everyone])
-                conclusion = conclude(texts)
-                self._used[ranks] += write_long(self.store, answer, conclusion)
-                return conclusion
+                self._used[ranks] += write_long(self.store, answer, _shorten(texts))
+                return texts
             self.until(is_there, timeout, late)
-            return read_long(self.store, answer)
+            return _lengthen(read_long(self.store, answer), name, len(everyone))
 
     def leave(self, linger: bool) -> None:
         """Count this rank out; a rank that hosts the store lingers up to 2 s for those who still need it."""
@@ -300,6 +274,15 @@ class Session:
                 del self._deadlines[thread]
             else:
                 self._deadlines[thread] = outer
+
+
+def _lengthen(found: str, name: str, expected: int) -> list[str]:
+    """Read what `_shorten()` wrote."""
+    runs = parse(found, name, {"runs": [tuple[str, int]]}, values=expected)["runs"]
+    texts = [one for one, count in runs for _ in range(min(count, expected))]
+    if len(texts) != expected:
+        refuse_text(found, name)
+    return texts
 
 
 def _shorten(texts: list[str]) -> str:
