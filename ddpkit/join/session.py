@@ -279,7 +279,7 @@ class Session:
 def _lengthen(found: str, name: str, expected: int) -> list[str]:
     """Read what `_shorten()` wrote."""
     runs = parse(found, name, {"runs": [tuple[str, int]]}, values=expected)["runs"]
-    texts = [one for one, count in runs for _ in range(min(count, expected))]
+    texts = [one for one, count in runs for _ in range(min(count, expected + 1))]
     if len(texts) != expected:
         refuse_text(found, name)
     return texts
