@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import planted
@@ -58,4 +59,6 @@ def test_a_planted_bug_is_found(bug: str) -> None:
 
 def test_a_seed_is_a_world() -> None:
     show = "import sys; print(search.look(sys.argv[1], int(sys.argv[2]), tells=True))"
-    assert run(show, "surviving", 7, timeout=120) == run(show, "surviving", 7, timeout=120)
+    with ThreadPoolExecutor() as threads:
+        first, second = [threads.submit(run, show, "surviving", 7, timeout=240) for _ in range(2)]
+    assert first.result() == second.result()
