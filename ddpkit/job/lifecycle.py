@@ -95,7 +95,7 @@ def setup(
         raise
     job = current_job.job
     if job is None or not job.is_current():
-        return _join(asked).context
+        return _begin(asked).context
     _refuse_forked(job)
     if asked.backend not in (None, job.asked.backend, job.context.backend):
         raise ValueError(f"setup() was called before, with another backend:\n{job.context}")
@@ -130,7 +130,7 @@ def rejoin(
         lost: Returns which of them has ended while they join, "" if none has.
     """
     launch = Launch("platform", rank, world_size)
-    return _join(replace(asked, launch=launch), OpenStore(store, host=store_host), lost).context
+    return _begin(replace(asked, launch=launch), OpenStore(store, host=store_host), lost).context
 
 
 def _check_place(said: Launch | None, found: Launch) -> None:
@@ -147,7 +147,7 @@ def _refuse_forked(job: Job) -> None:
         raise LaunchError(_FORKED)
 
 
-def _join(asked: Options, opened: OpenStore | None = None, lost: Callable[[], str] | None = None) -> Job:
+def _begin(asked: Options, opened: OpenStore | None = None, lost: Callable[[], str] | None = None) -> Job:
     """Join the job that there is now, and leave the one before it, whose group has gone.
 
     Args:
@@ -477,7 +477,7 @@ def _join_group() -> Job | None:
             "ddpkit.setup() again, on every rank that has the new group, or on all."
         )
     if dist.is_initialized():
-        job = _join(Options(watch=False))
+        job = _begin(Options(watch=False))
         if ranks.is_main_process():
             advice = "call ddpkit.setup() on every rank, and a rank that fails is named at once on the others"
             log.info("adopted a process group that was there before, without a watch: %s", advice)

@@ -97,7 +97,7 @@ class Survivor:
 
     @contextmanager
     def _joining(self) -> Iterator[None]:
-        """Do as `lifecycle._join()` with an error."""
+        """Do as `lifecycle._begin()` with an error."""
         try:
             yield
         except Killed:
