@@ -15,11 +15,11 @@ import torch.distributed as dist
 from . import loader_workers  # noqa: F401  # lets workers live on
 from .errors import BarrierTimeoutError, NotSetUpError
 from .job import current_job, lifecycle
-from .join.members import is_below
 from .join.session import Session
 from .launch import ranks
 from .signals import handled_signals, handling
 from .watch import stop_agreement
+from .watch.links import is_below
 from .watch.stop_agreement import StopAgreement, StopDecision, StopRequest
 
 log = logging.getLogger(__name__)

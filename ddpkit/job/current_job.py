@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import BarrierTimeoutError, DdpkitError, PeerError, RankRejoins
 from ..launch import ranks
 from ..torch_internals import current_group
 from .device import choose_device, count_accelerators
@@ -45,10 +44,16 @@ def watch() -> Any:
     return job.watch
 
 
+def session() -> Session | None:
+    """Return the session of the job, None on one process and where there is no job."""
+    return None if job is None else job.session
+
+
 def current_session() -> Session:
     """Return the session of the joined job; call it only where `joined()` is true."""
-    assert job is not None and job.session is not None
-    return job.session
+    found = session()
+    assert found is not None
+    return found
 
 
 def asked_options() -> Options:
@@ -59,14 +64,7 @@ def asked_options() -> Options:
 
 def owns_group() -> bool:
     """Return whether `setup()` has made the process group, or there is none."""
-    return job is None or job.session is None or job.owns_group
-
-
-def lost_peer(error: BaseException) -> DdpkitError | None:
-    """Return the error that names the peer whose loss has led to this one, None if that was not the cause."""
-    if job is not None and job.session is not None:
-        return job.session.lost_peer_of(error)
-    return error if isinstance(error, (PeerError, BarrierTimeoutError, RankRejoins)) else None
+    return job is None or session() is None or job.owns_group
 
 
 def hold_failures(hold: bool, grace: float | None = None) -> None:
@@ -76,11 +74,12 @@ def hold_failures(hold: bool, grace: float | None = None) -> None:
         hold: Whether not.
         grace: Seconds that it then has to deal with one.
     """
-    if job is None or job.session is None:
+    mine = session()
+    if mine is None:
         return
-    job.session.failures.held = hold
+    mine.failures.held = hold
     if grace is not None:
-        job.session.failures.grace = grace
+        mine.failures.grace = grace
 
 
 def interrupt(failure: Failure) -> bool:
@@ -89,13 +88,13 @@ def interrupt(failure: Failure) -> bool:
     Returns:
         False if this process is in no job of several, and nothing was done.
     """
-    current = job
-    if current is None or current.session is None:
+    mine = session()
+    if mine is None:
         return False
-    if current.session.failures.known is None:
-        current.session.failures.known = failure
-        if current.watch is not None:
-            current.watch.wake()
+    if mine.failures.known is None:
+        mine.failures.known = failure
+        if is_watched():
+            watch().wake()
     return True
 
 
@@ -109,15 +108,12 @@ def get_device() -> torch.device:
     Example:
         >>> batch = torch.ones(4, 2).to(get_device())
     """
-    asked = None
-    if job is not None:
-        if job.is_current() or current_group() is None:
-            return job.context.device
-        asked = job.asked.device
+    if job is not None and (job.is_current() or current_group() is None):
+        return job.context.device
     launch = ranks.current_launch()
     if launch.local_rank is None and count_accelerators() > 1:
         ranks.get_local_rank()  # raises
-    return choose_device(asked, launch.local_rank or 0, launch.local_world_size or 1)
+    return choose_device(None, launch.local_rank or 0, launch.local_world_size or 1)
 
 
 def control_device() -> torch.device:
@@ -180,12 +176,13 @@ def peer_errors() -> Iterator[None]:
         ... except PeerError as error:
         ...     print(f"rank {error.rank} failed")  # save what there is, then end
     """
-    if job and job.session:
-        job.session.failures.raise_if_known()  # also if the error that said so was swallowed
+    mine = session()
+    if mine:
+        mine.failures.raise_if_known()  # also if the error that said so was swallowed
     try:
         yield
     except RuntimeError as error:
-        cause = job.session.cause_of(error) if job and job.session else None
+        cause = mine and mine.cause_of(error)
         if cause:
             raise cause from error
         raise
@@ -193,9 +190,10 @@ def peer_errors() -> Iterator[None]:
 
 def tell(**progress: int) -> None:
     """Say how far the script is, for those who ask what the ranks are doing."""
-    if job is not None and job.session is not None:
-        job.session.told = {name: int(number) for name, number in progress.items()}
-        job.session.acted_at = time.monotonic()
+    mine = session()
+    if mine is not None:
+        mine.told = {name: int(number) for name, number in progress.items()}
+        mine.acted_at = time.monotonic()
 
 
 def tell_samples(indices: Sequence[object]) -> None:

@@ -8,12 +8,12 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ..arguments import as_integer, check_timeout, plain_index
+from ..arguments import as_integer, check_timeout
 from ..launch import ranks
 from ..launch.launch import Launch
 from ..torch_internals import current_group, no_group
@@ -24,25 +24,9 @@ if TYPE_CHECKING:
 
 # The arguments of `setup()`, checked.
 
+_TIMEOUT = timedelta(minutes=10)
 ChooseDevice = Callable[[int], str | torch.device]  # by the local rank
 _PLACE = ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes", "master_port")
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where the caller says that this process belongs, instead of the environment; nothing if it does not say.
-
-    Attributes:
-        launch: Its place in the job.
-        store: Where the ranks meet.
-        lost: Returns what became of a process without which this one cannot join, "" while all live.
-        store_host: The rank that hosts the store.
-    """
-
-    launch: Launch | None = None
-    store: dist.Store | None = None
-    lost: Callable[[], str] | None = None
-    store_host: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,36 +35,25 @@ class Options:
 
     backend: str | None = None
     device: torch.device | ChooseDevice | None = None
-    timeout: timedelta = timedelta(minutes=10)
+    timeout: timedelta = _TIMEOUT
     num_threads: int | None = None
     watch: bool = True
-    origin: Origin = Origin()
+    launch: Launch | None = None
 
 
-def checked_origin(launch: Any, store: Any, rank: Any, world_size: Any) -> Origin:
-    """Convert the arguments of `setup()` that say where this process belongs.
+class OpenStore(NamedTuple):
+    """The store where the ranks meet, its address as far as that is known, and the rank that hosts it, if one does."""
 
-    Raises:
-        TypeError: If one is of another type than it should be, or they do not go together.
-        ValueError: If they describe no place in a job.
-    """
-    if store is None and (rank is not None or world_size is not None):
-        raise TypeError("rank and world_size go with a store: setup(store=..., rank=..., world_size=...).")
-    if store is not None:
-        if launch is not None:
-            raise TypeError("Pass a launch, or a store with rank and world_size, but not both.")
-        if not isinstance(store, dist.Store):
-            raise TypeError(f"store must be one of torch.distributed's, got {type(store).__name__}.")
-        if rank is None or world_size is None:
-            raise TypeError("A store does not say who this process is: pass rank and world_size, too.")
-        said = (f"rank={rank}", f"world_size={world_size}", "both passed to setup()")
-        launch = Launch("platform", plain_index(rank), plain_index(world_size), evidence=said)
-    if launch is not None:
-        _check_launch(launch, is_met_elsewhere=store is not None)
-    return Origin(launch, store)
+    store: dist.Store
+    address: str | None = None
+    port: int | None = None
+    host: int | None = 0
 
 
-def _check_launch(launch: Any, is_met_elsewhere: bool) -> None:
+def check_launch(launch: Any) -> None:
+    """Refuse what describes no place in a job."""
+    if launch is None:
+        return
     if not isinstance(launch, Launch):
         raise TypeError(f"launch must be a ddpkit.Launch, got {type(launch).__name__}.")
     for name in _PLACE:
@@ -91,14 +64,21 @@ def _check_launch(launch: Any, is_met_elsewhere: bool) -> None:
         found = f"rank is {launch.rank} and world_size is {launch.world_size}"
         raise ValueError(f"rank must be in [0, world_size), but {found}.")
     has_address = launch.master_addr is not None and launch.master_port is not None
-    if launch.kind in ("platform", "single") and launch.world_size > 1 and not (has_address or is_met_elsewhere):
+    if launch.kind in ("platform", "single") and launch.world_size > 1 and not has_address:
         raise ValueError(
             f"A launch of {launch.world_size} processes needs master_addr and master_port, where the ranks meet, got "
             f"{launch.master_addr!r} and {launch.master_port!r}."
         )
 
 
-def checked_options(backend: Any, device: Any, timeout: Any, num_threads: Any, watch: Any, origin: Origin) -> Options:
+def checked_options(
+    backend: Any = None,
+    device: Any = None,
+    timeout: Any = _TIMEOUT,
+    num_threads: Any = None,
+    watch: Any = True,
+    launch: Launch | None = None,
+) -> Options:
     """Convert the other arguments of `setup()`.
 
     Raises:
@@ -112,7 +92,7 @@ def checked_options(backend: Any, device: Any, timeout: Any, num_threads: Any, w
         num_threads = as_integer(num_threads, "num_threads")
     if not callable(device):
         device = checked_device(device)
-    return Options(checked_backend(backend), device, timeout, num_threads, watch, origin)
+    return Options(checked_backend(backend), device, timeout, num_threads, watch, launch)
 
 
 def checked_backend(backend: Any) -> str | None:
@@ -194,7 +174,7 @@ class Context:
         device: This rank's device.
         backend: Backend of the process group, as torch names it; None where there is no group.
         launcher: How this process was started: the `kind` of its `Launch`.
-        master: Where the ranks met, as "host:port"; None on one process, or in a store of the script's own.
+        master: Where the ranks met, as "host:port"; None on one process, or in a group of somebody else's.
 
     Example:
         >>> from ddpkit import distributed

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,25 +37,22 @@ from ..parsing import parse
 from ..torch_internals import current_group, group_store, reference
 from . import current_job
 from .device import bind_device, choose_device, default_backend, identity
-from .job import ChooseDevice, Job, context_of
+from .job import ChooseDevice, Job, OpenStore, context_of
 from .refusal import is_child_of_rank, refuse_job
 
 log = logging.getLogger(__name__)
 _CHOICE = {"error": str, "device": str, "shared": bool, "backend": str | None, "kind": str}
-_SHARED, _APART = "shared", "apart"  # what rank 0 concludes; anything else is why not
-
-
-class OpenStore(NamedTuple):
-    """The store where the ranks meet, and its address as far as that is known."""
-
-    store: dist.Store
-    address: str | None
-    port: int | None
 
 
 def offer_store(launch: Launch, store: dist.Store, address: str, port: int) -> None:
     """Let `setup()` join in a store that was opened before."""
-    current_job.open_stores[launch.master_addr, launch.master_port] = OpenStore(store, address, port)
+    opened = OpenStore(store, address, port, _host_of(launch))
+    current_job.open_stores[launch.master_addr, launch.master_port] = opened
+
+
+def _host_of(launch: Launch) -> int | None:
+    """Return the rank that hosts the store, None if the process does that which started the ranks."""
+    return None if store_outlives_ranks(launch) else 0
 
 
 def hosted_store(master: str | None) -> dist.Store | None:
@@ -66,23 +63,26 @@ def hosted_store(master: str | None) -> dist.Store | None:
     )
 
 
-def assemble(job: Job) -> None:
-    """Join the job, filling in `job` step by step, so that what there is can be ended if a step fails."""
+def assemble(job: Job, opened: OpenStore | None = None, lost: Callable[[], str] | None = None) -> None:
+    """Join the job, filling in `job` step by step, so that what there is can be ended if a step fails.
+
+    Args:
+        job: The job.
+        opened: Its store, if there is one already.
+        lost: Returns what became of a process without which this one cannot join, by default torchrun's agent.
+    """
     asked = job.asked
     launch = job.launch
     adopted = dist.is_initialized()
-    is_host = launch.rank == 0 and asked.origin.store is None and not store_outlives_ranks(launch)
     agent = agent_of(launch)
-    orphaned: Callable[[], str] = asked.origin.lost or (agent.lost if agent else str)
+    orphaned = lost or (agent.lost if agent else str)
     if adopted:
-        opened = OpenStore(group_store(), None, None)
-    elif asked.origin.store is not None:
-        opened = OpenStore(asked.origin.store, None, None)
-    else:
-        opened = _open_store(launch, is_host, asked.timeout, orphaned)
+        opened = OpenStore(group_store(), host=_host_of(launch))
+    elif opened is None:
+        opened = _open_store(launch, asked.timeout, orphaned)
 
     session, members, listener = _join(job, opened, orphaned)
-    job.hosts_store = is_host and not adopted
+    job.hosts_store = launch.rank == opened.host and not adopted
     if asked.watch:
         _start_watch(job, session, members, listener, opened)
     backend_asked = _backend_of_group() if adopted else asked.backend
@@ -105,31 +105,27 @@ def _backend_of_group() -> str:
     return name
 
 
-def _open_store(
-    launch: Launch,
-    is_host: bool,
-    timeout: timedelta,
-    orphaned: Callable[[], str],
-    tries_again: bool = True,
-) -> OpenStore:
+def _open_store(launch: Launch, timeout: timedelta, orphaned: Callable[[], str], tries_again: bool = True) -> OpenStore:
     address, port = launch.master_addr, launch.master_port
+    host = _host_of(launch)
+    is_host = launch.rank == host
     known: OpenStore | None = current_job.open_stores.get((address, port))
     if known is not None:
         return known
     try:
         if address is None or port is None:
-            opened = OpenStore(*find_master(launch, timeout))
+            opened = OpenStore(*find_master(launch, timeout), host)
         else:
             store = call_with_timeout(
                 lambda: open_store(address, port, is_host, timeout),
                 math.inf,
                 lambda: raise_if_orphaned(orphaned()),
             )
-            opened = OpenStore(store, address, port)
+            opened = OpenStore(store, address, port, host)
     except PortTaken as error:
         if not is_child_of_rank(error.address, error.port, launch.world_size):
             if tries_again and probe(error.address, error.port) is False:  # who was there may have just left
-                return _open_store(launch, is_host, timeout, orphaned, tries_again=False)
+                return _open_store(launch, timeout, orphaned, tries_again=False)
             refuse_job(error.address, error.port, str(error))  # the other rank 0 and its peers, if they hold the port
             raise LaunchError(str(error)) from None
         opened = OpenStore(dist.HashStore(), error.address, error.port)  # a job of its own, of one rank
@@ -146,7 +142,7 @@ def _join(job: Job, opened: OpenStore, orphaned: Callable[[], str]) -> tuple[Ses
     address = None
     if job.asked.watch and launch.rank == 0:
         listener, address = _listen_for_watches(launch, opened)
-    run_id = os.environ.get("DDPKIT_RUN_ID") or os.environ.get("TORCHELASTIC_RUN_ID")
+    run_id = os.environ.get("DDPKIT_RUN_ID") or os.environ.get("TORCHELASTIC_RUN_ID") or None
     me = Member(launch.rank, launch.world_size, run_id, store_outlives_ranks(launch), job.asked.watch, address)
     try:
         store, members = join(opened.store, me, timeout, orphaned)
@@ -155,9 +151,8 @@ def _join(job: Job, opened: OpenStore, orphaned: Callable[[], str]) -> tuple[Ses
             listener.close()
         raise
     session = Session(store, me.rank, members.hosts, timeout, members.node_of, orphaned)
-    session.store_host = job.asked.origin.store_host
-    is_agents = job.asked.origin.store is None and me.store_outlives_ranks
-    if launch.rank != session.store_host or is_agents:  # this process does not host it
+    session.store_host = opened.host or 0
+    if launch.rank != opened.host:
         session.store_connections = connections_to(opened.store)
     job.session = session
     job.group = reference(current_group())
@@ -259,18 +254,11 @@ def choose_together(
         choice["error"] = str(error)
     choice["kind"] = chosen.type
 
-    def conclude(texts: list[str]) -> str:
-        choices = [parse(text, f"choice of rank {rank}", _CHOICE) for rank, text in enumerate(texts)]
-        try:
-            _check_choices(choices)
-            return _SHARED if _check_sharing(session, choices) else _APART
-        except LaunchError as error:
-            return str(error)
-
-    found = session.conclude(json.dumps(choice), conclude, "devices")
-    if found not in (_SHARED, _APART):
-        raise LaunchError(found)
-    return chosen, backend or default_backend(chosen, found == _SHARED)
+    texts = session.exchange(json.dumps(choice), "devices")
+    choices = [parse(text, f"choice of rank {rank}", _CHOICE) for rank, text in enumerate(texts)]
+    _check_choices(choices)
+    are_shared = _check_sharing(session, choices)
+    return chosen, backend or default_backend(chosen, are_shared)
 
 
 def _check_choices(choices: list[dict[str, Any]]) -> None:

@@ -30,7 +30,7 @@ from ..launch.process_tree import unnested_launch
 from ..torch_internals import groups, in_autograd_thread
 from . import current_job
 from .device import bind_device, choose_device, is_same_device
-from .job import ChooseDevice, Context, Job, Options, Origin, checked_options, checked_origin, context_of
+from .job import ChooseDevice, Context, Job, OpenStore, Options, check_launch, checked_options, context_of
 from .leaving import destroy_group, ended_well, fill_error_file, last_error, publish
 
 log = logging.getLogger(__name__)
@@ -51,9 +51,6 @@ def setup(
     num_threads: int | None = None,
     watch: bool = True,
     launch: Launch | None = None,
-    store: dist.Store | None = None,
-    rank: int | None = None,
-    world_size: int | None = None,
 ) -> Context:
     """Join the job that the environment describes, bind this rank's device and make the process group. Collective.
 
@@ -73,10 +70,6 @@ def setup(
         watch: Whether a thread learns of failures on other ranks while this one computes or sits in a collective.
         launch: This process's place in the job, where the environment does not tell it: `Launch("platform", rank,
             world_size, master_addr=..., master_port=...)`.
-        store: A store of torch's in which the ranks meet, instead of a master's address, such as
-            `dist.FileStore(path, world_size)`. It must outlive the job.
-        rank: With a store, this process's number in the job, from 0.
-        world_size: With a store, the number of processes in the job.
 
     Returns:
         Where this process stands.
@@ -84,7 +77,7 @@ def setup(
     Raises:
         LaunchError: If the environment's hints are incomplete or contradictory, the launch is nested, or the ranks do
             not fit together: on every rank that can be reached.
-        TypeError: If arguments do not go together.
+        TypeError: If an argument is of another type than it should be.
         ValueError: If an argument cannot be used.
 
     Example:
@@ -93,23 +86,23 @@ def setup(
         (0, 1)
         >>> teardown()
     """
-    origin = checked_origin(launch, store, rank, world_size)
+    check_launch(launch)
     try:
-        asked = checked_options(backend, device, timeout, num_threads, watch, origin)
+        asked = checked_options(backend, device, timeout, num_threads, watch, launch)
     except (TypeError, ValueError) as error:
         if current_job.job is None and not dist.is_initialized():
-            import_module(".refusal", __package__).tell_peers(error, origin)
+            import_module(".refusal", __package__).tell_peers(error, launch)
         raise
     job = current_job.job
     if job is None or not job.is_current():
-        return _join(asked).context
+        return _begin(asked).context
     _refuse_forked(job)
     if asked.backend not in (None, job.asked.backend, job.context.backend):
         raise ValueError(f"setup() was called before, with another backend:\n{job.context}")
     device, local_rank = job.context.device, job.context.local_rank
     if asked.device and asked.device != job.asked.device and not is_same_device(asked.device, device, local_rank):
         raise ValueError(f"setup() was called before, with another device:\n{job.context}")
-    _check_origin(origin, job.launch)
+    _check_place(launch, job.launch)
     return job.context
 
 
@@ -136,15 +129,12 @@ def rejoin(
         store_host: The one of them that hosts the store.
         lost: Returns which of them has ended while they join, "" if none has.
     """
-    origin = checked_origin(None, store, rank, world_size)
-    job = _join(replace(asked, origin=replace(origin, lost=lost, store_host=store_host)))
-    job.hosts_store = rank == store_host
-    return job.context
+    launch = Launch("platform", rank, world_size)
+    return _begin(replace(asked, launch=launch), OpenStore(store, host=store_host), lost).context
 
 
-def _check_origin(origin: Origin, found: Launch) -> None:
+def _check_place(said: Launch | None, found: Launch) -> None:
     """Refuse a place that is not the one of the job which has been joined, or of the group that there is."""
-    said = origin.launch
     if said is not None and (said.rank, said.world_size) != (found.rank, found.world_size):
         raise ValueError(
             f"This process is rank {found.rank} of {found.world_size} already, but setup() was told rank {said.rank} "
@@ -157,13 +147,19 @@ def _refuse_forked(job: Job) -> None:
         raise LaunchError(_FORKED)
 
 
-def _join(asked: Options) -> Job:
-    """Join the job that there is now, and leave the one before it, whose group has gone."""
+def _begin(asked: Options, opened: OpenStore | None = None, lost: Callable[[], str] | None = None) -> Job:
+    """Join the job that there is now, and leave the one before it, whose group has gone.
+
+    Args:
+        asked: The arguments of `setup()`.
+        opened: The store of the job, if there is one already.
+        lost: Returns what became of a process without which this one cannot join, "" while all live.
+    """
     _leave()
     _remove_hook_left()
     if dist.is_initialized():
         launch = ranks.launch_of_group()
-        _check_origin(asked.origin, launch)
+        _check_place(asked.launch, launch)
     else:
         launch = checked_launch(asked)
     job = Job(launch, asked, context_of(launch, torch.device("cpu")), first_hook=sys.excepthook)
@@ -178,7 +174,7 @@ def _join(asked: Options) -> Job:
             joining = import_module(".joining", __package__)
             if asked.watch:  # before the ranks meet: what they need later must be there
                 import_module("ddpkit.watch.starting")
-            joining.assemble(job)
+            joining.assemble(job, opened, lost)
             _install_hooks(job)
     except BaseException as error:
         current_job.job = job
@@ -212,13 +208,13 @@ def check_torch(version: str = torch.__version__) -> None:
 
 def checked_launch(asked: Options) -> Launch:
     """Return the launch that the caller or the environment describes; if it is refused, tell peers that may wait."""
-    launch, warning = asked.origin.launch, ""
+    launch, warning = asked.launch, ""
     try:
         check_torch()
         if launch is None:
             launch, warning = unnested_launch()
     except LaunchError as error:
-        import_module(".refusal", __package__).tell_peers(error, asked.origin)
+        import_module(".refusal", __package__).tell_peers(error, launch)
         raise
     if warning:
         log.warning("%s", warning)
@@ -366,9 +362,6 @@ def distributed(
     num_threads: int | None = None,
     watch: bool = True,
     launch: Launch | None = None,
-    store: dist.Store | None = None,
-    rank: int | None = None,
-    world_size: int | None = None,
 ) -> Iterator[Context]:
     """Call `setup()` and `teardown()` around a block; takes the arguments of `setup()`. Collective.
 
@@ -391,9 +384,6 @@ def distributed(
         num_threads=num_threads,
         watch=watch,
         launch=launch,
-        store=store,
-        rank=rank,
-        world_size=world_size,
     )
     try:
         yield context
@@ -411,11 +401,11 @@ def distributed(
 
 
 def joined() -> bool:
-    """Return whether there are peers to talk to. Adopts a group that somebody else made, or made anew. Collective then.
+    """Return whether there are peers to talk to. Adopts a group that somebody else made before. Collective then.
 
     Raises:
         DdpkitError: In a block in which ranks stay apart; in a second thread.
-        NotSetUpError: If several processes were launched but not set up, or their group has been destroyed.
+        NotSetUpError: If several processes were launched but not set up, or their group has been destroyed or replaced.
     """
     if _apart:
         raise DdpkitError(
@@ -477,28 +467,21 @@ def apart(call: str) -> Iterator[None]:
 
 
 def _join_group() -> Job | None:
-    """Join the group that exists, which is not the one that was joined; return None on one process without a group."""
+    """Join a group that somebody else made before there was a job; return None on one process without a group."""
     former = current_job.job
-    if dist.is_initialized():
-        if former is None:
-            job = _join(Options(watch=False))
-            advice = "call ddpkit.setup() on every rank, and a rank that fails is named at once on the others"
-            news = f"adopted a process group that was there before, without a watch: {advice}"
-        else:
-            job = _join(replace(former.asked, backend=None, origin=Origin()))
-            news = f"adopted the process group that has taken the place of another: {job.context.world_size} ranks"
-        if ranks.is_main_process():
-            log.info("%s", news)
-        return job
-    if former is not None and former.context.world_size > 1:
-        maker = "setup()" if former.owns_group else "somebody else"
+    if former is not None:
+        size = former.context.world_size
         raise NotSetUpError(
-            f"The process group that {maker} made, of {former.context.world_size} ranks, has been destroyed. Call "
-            "ddpkit.teardown() where the job ends, instead of dist.destroy_process_group(); to go on, make a group on "
-            "every rank or call ddpkit.setup() again."
+            f"The process group of this job, of {size} ranks, has been destroyed, or another has taken its place. Call "
+            "ddpkit.teardown() where the job ends, instead of dist.destroy_process_group(); to go on, call "
+            "ddpkit.setup() again, on every rank that has the new group, or on all."
         )
-    if former is not None:  # its group had one rank
-        _leave()
+    if dist.is_initialized():
+        job = _begin(Options(watch=False))
+        if ranks.is_main_process():
+            advice = "call ddpkit.setup() on every rank, and a rank that fails is named at once on the others"
+            log.info("adopted a process group that was there before, without a watch: %s", advice)
+        return job
     world_size = ranks.get_world_size()
     if world_size > 1:
         raise NotSetUpError(

@@ -15,42 +15,36 @@ from ..join.rendezvous import Generation, StartedByRank
 from ..join.store import connect, open_store, store_outlives_ranks, wait_for_listener
 from ..launch.detection import detect_launch
 from ..launch.launch import Launch
-from .job import Origin
 
 _READING = 5.0  # seconds, at most, in which the ranks read why rank 0 does not join
 _OPENING = 0.5  # seconds from when a store is opened until a job is in it
 _STRANGER, _RANK = 2.0, 20.0  # seconds in which the job must begin: rank 0 may still be starting
 
 
-def tell_peers(error: Exception, origin: Origin) -> None:
+def tell_peers(error: Exception, launch: Launch | None) -> None:
     """Tell the ranks that may wait for this process why it does not join them."""
-    launch = job = None  # `job` if others may wait in it
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    with suppress(LaunchError):  # the hints contradict each other
-        launch = origin.launch or detect_launch(os.environ)
-        address, port = launch.master_addr, str(launch.master_port)
-    if launch is not None and launch.world_size > 1:
-        job = launch
-    who = f"Rank {job.rank}" if job else "A process"
-    reason = f"{who} on {socket.gethostname()} could not join: {error}"
-    if job is not None and job.rank == 0:
-        _refuse_as_rank_0(job, origin.store, reason)
-    elif launch is not None and origin.store is not None:
-        with suppress(RuntimeError):
-            _refuse_latest(origin.store, reason, time.monotonic() + _RANK, is_rank=True)
-    elif address and port.isdecimal():
-        refuse_job(address, int(port), reason, is_rank=job is not None)
+    with suppress(LaunchError):
+        launch = launch or detect_launch(os.environ)
+    reason = f"on {socket.gethostname()} could not join: {error}"
+    if launch is None:  # the hints contradict each other
+        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+        if address and port.isdecimal():
+            refuse_job(address, int(port), f"A process {reason}")
+        return
+    if launch.world_size == 1 or launch.master_addr is None or launch.master_port is None:
+        return
+    reason = f"Rank {launch.rank} {reason}"
+    if launch.rank == 0:
+        _refuse_as_rank_0(launch, launch.master_addr, launch.master_port, reason)
+    else:
+        refuse_job(launch.master_addr, launch.master_port, reason, is_rank=True)
 
 
-def _refuse_as_rank_0(launch: Launch, store: dist.Store | None, reason: str) -> None:
+def _refuse_as_rank_0(launch: Launch, address: str, port: int, reason: str) -> None:
     """Begin the start of the job for which the others wait, and give it up."""
-    address, port = launch.master_addr, launch.master_port
     with suppress(OSError, RuntimeError):
-        outlives = store is None and store_outlives_ranks(launch)
-        if store is None:
-            if address is None or port is None:
-                return
-            store = open_store(address, port, not outlives, timedelta(seconds=_READING))
+        outlives = store_outlives_ranks(launch)
+        store = open_store(address, port, not outlives, timedelta(seconds=_READING))
         generation = Generation.new(store)
         generation.fail(reason)
         if not outlives:
@@ -70,17 +64,12 @@ def refuse_job(address: str, port: int, reason: str, is_rank: bool = False) -> N
     """
     deadline = time.monotonic() + (_RANK if is_rank else _STRANGER)
     with suppress(OSError, RuntimeError):
-        _refuse_latest(_connect_anew(address, port, deadline), reason, deadline, is_rank)
-
-
-def _refuse_latest(store: dist.Store, reason: str, deadline: float, is_rank: bool) -> None:
-    """Tell the job that is in a store, or will be by the deadline."""
-    generation = _generation_in(store, deadline)
-    if generation is None or generation.starter():
-        return
-    generation.fail(reason)
-    if is_rank and not generation.is_complete():
-        generation.count_as_reader()
+        generation = _generation_in(_connect_anew(address, port, deadline), deadline)
+        if generation is None or generation.starter():
+            return
+        generation.fail(reason)
+        if is_rank and not generation.is_complete():
+            generation.await_readers(0, 0.0)  # it counts as one of them
 
 
 def is_child_of_rank(address: str, port: int, world_size: int) -> bool:

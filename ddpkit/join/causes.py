@@ -73,13 +73,15 @@ def cause_of(error: BaseException, session: Session) -> DdpkitError | None:
     return _compare_places(error, f"{call} {place}", session, ranks)
 
 
-def lost_peer_of(error: BaseException, session: Session) -> DdpkitError | None:
+def lost_peer_of(error: BaseException, session: Session | None) -> DdpkitError | None:
     """Return the error that names the peer whose loss has led to this one, None if that was not the cause.
 
     Or says that one comes back, for which all leave, too.
     """
     if isinstance(error, _NOT_OURS):
         return error
+    if session is None:
+        return None
     try:  # on another thread, for the store may belong to a process that is stopped
         session.failures.raise_if_known()
         cause = call_with_timeout(lambda: cause_of(error, session), math.inf, session.failures.raise_if_known)

@@ -149,15 +149,11 @@ class Generation:
 
     def await_readers(self, readers: int, seconds: float) -> None:
         """Count this rank among those that have read why the job is off; wait until so many have, at most so long."""
-        heard = self.count_as_reader()
+        heard = self.store.add("heard", 1)
         deadline = time.monotonic() + seconds
         while heard < readers and time.monotonic() < deadline:
             time.sleep(0.01)
             heard = self.store.add("heard", 0)
-
-    def count_as_reader(self) -> int:
-        """Count this rank among those that have read why the job is off; return their number."""
-        return self.store.add("heard", 1)
 
 
 def _claimant_key(number: int) -> str:
@@ -174,6 +170,11 @@ def _tell_watch(members: Members, failure: Failure) -> None:
         connection.sendall(line)
 
 
+_AGREED = {  # what ranks say alike, by field, with its name for the user and advice
+    "world_size": ("WORLD_SIZE", "start all ranks with one value"),
+    "watch": ("watch", "pass one to setup()"),
+    "run_id": ("run", "two jobs meet at one MASTER_ADDR:MASTER_PORT, give each its own MASTER_PORT"),
+}
 _STORE_GRACE = 5.0  # seconds beyond the time-out in which the store must say that it is up
 
 
@@ -351,20 +352,10 @@ def _accepted(generation: Generation, me: Member) -> Members | None:
 
 def _disagreement(mine: Member, other: Member) -> str | None:
     """Say why two ranks cannot be in one job; return None if they can."""
-    if other.world_size != mine.world_size:
-        return (
-            f"Rank 0 on {mine} was told WORLD_SIZE={mine.world_size}, rank {other.rank} on {other} was told "
-            f"WORLD_SIZE={other.world_size}. Start all ranks with one value."
-        )
-    if other.watch != mine.watch:
-        return (
-            f"Rank 0 on {mine} has watch={mine.watch}, rank {other.rank} on {other} the opposite. Pass one to setup()."
-        )
-    if mine.run_id and other.run_id and mine.run_id != other.run_id:
-        return (
-            f"Rank 0 on {mine} belongs to run {mine.run_id!r}, rank {other.rank} on {other} to run {other.run_id!r}: "
-            "two jobs meet at one MASTER_ADDR:MASTER_PORT. Give each its own MASTER_PORT."
-        )
+    for name, (word, advice) in _AGREED.items():
+        ours, theirs = getattr(mine, name), getattr(other, name)
+        if ours != theirs and None not in (ours, theirs):
+            return f"Rank 0 on {mine} has {word}={ours}, rank {other.rank} on {other} has {word}={theirs}: {advice}."
     return None
 
 

@@ -1,31 +1,42 @@
-"""A job that this process has joined: who is in it, and how its ranks meet on torch's key-value store."""
+"""A job that this process has joined: who is in it, and its waits for other ranks, on torch's key-value store.
+
+Each wait has a bound, and ends when a rank fails.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..errors import BarrierTimeoutError, DdpkitError, printable
+from ..errors import BarrierTimeoutError, DdpkitError, PeerError, printable
 from ..parsing import parse, refuse_text
 from ..torch_internals import gloo_address
-from .causes import cause_of, lost_peer_of
-from .failures import Failure
+from .causes import cause_of
+from .failures import FAILURE, Failure, Failures
 from .sockets import SETTLE, cut, sockets_beside
-from .store import Pause, call_with_timeout, read_long, read_texts, write_long
-from .waits import StoreBarrier, Waits
+from .store import Pause, call_with_timeout, read_long, read_text, read_texts, write_long
 
+T = TypeVar("T")
+_CAUSE_TIMEOUT = timedelta(seconds=1.5)  # time in which the watch learns why a connection broke
 _LINGER = 2.0  # seconds that the store's host stays for ranks that are still leaving
 Ranks = tuple[int, ...]  # some of a job's, in any order that they all know
 
 
-class Session(Waits):
+def _no_watch() -> None:
+    return None
+
+
+class Session:
     """One start of a job, seen from one rank.
 
     Args:
@@ -35,6 +46,14 @@ class Session(Waits):
         timeout: Bound on each wait that names no other.
         nodes: The node of each rank, to compare: several may bear one host name.
         orphaned: Returns what became of the process that must outlive this one, "" while it lives.
+
+    Attributes:
+        store_host: The rank that hosts the store, if one does.
+        watch: Returns the thread that can ask the other ranks, as long as there is one; a weak reference to it.
+        told: How far the script is.
+        acted_at: When it got its last batch, or came to its last collective.
+        connections: Those of the process group, to be cut when the job has failed.
+        store_connections: Those to the store, to be cut if it does not answer after a failure.
     """
 
     def __init__(
@@ -46,14 +65,20 @@ class Session(Waits):
         nodes: Sequence[object],
         orphaned: Callable[[], str],
     ) -> None:
-        super().__init__(store, rank, hosts, orphaned)
+        self.store = store
+        self.rank = rank
+        self.hosts = hosts
         self.timeout = timeout
         self.nodes = nodes
-        self.told: dict[str, int] = {}  # how far the script is
-        self.acted_at = time.monotonic()  # when it got its last batch, or came to its last collective
-        self.connections: set[int] = set()  # those of the process group, to be cut when the job has failed
-        self.store_connections: set[int] = set()  # those to the store, to be cut if it does not answer after a failure
+        self.store_host = 0
+        self.failures = Failures(store, rank, hosts, orphaned)
+        self.watch: Callable[[], Any] = _no_watch
+        self.told: dict[str, int] = {}
+        self.acted_at = time.monotonic()
+        self.connections: set[int] = set()
+        self.store_connections: set[int] = set()
         self._pid = os.getpid()
+        self._deadlines: dict[int, float] = {}  # of the wait that each thread is in
         self._counts: dict[tuple[str, Ranks | None], int] = {}  # how often ranks that meet have used each name
         self._used: dict[Ranks | None, list[str]] = {}  # keys of the last meeting of these ranks
 
@@ -69,10 +94,6 @@ class Session(Waits):
     def cause_of(self, error: BaseException) -> DdpkitError | None:
         """Explain why a collective broke: see `ddpkit.join.causes`."""
         return cause_of(error, self)
-
-    def lost_peer_of(self, error: BaseException) -> DdpkitError | None:
-        """Return the error that names the peer whose loss has led to this one, None if that was not the cause."""
-        return lost_peer_of(error, self)
 
     def follow_connections(self, group: dist.ProcessGroup | None) -> None:
         """Remember the connections of a group of gloo's, to be cut when the job has failed."""
@@ -125,31 +146,7 @@ class Session(Waits):
     def exchange(
         self, text: str, name: str = "exchange", timeout: timedelta | None = None, ranks: Ranks | None = None
     ) -> list[str]:
-        """Give every rank's text to all, in the order of the ranks."""
-        found = self.conclude(text, _shorten, name, timeout, ranks)
-        expected = len(ranks or self.hosts)
-        runs = parse(found, name, {"runs": [tuple[str, int]]}, values=expected)["runs"]
-        if sum(count for _, count in runs) != expected or any(count < 1 for _, count in runs):
-            refuse_text(found, name)
-        return [one for one, count in runs for _ in range(count)]
-
-    def conclude(
-        self,
-        text: str,
-        conclude: Callable[[list[str]], str],
-        name: str,
-        timeout: timedelta | None = None,
-        ranks: Ranks | None = None,
-    ) -> str:
-        """Give every rank's text to the first, and to all what it concludes from them.
-
-        Args:
-            text: This rank's.
-            conclude: Called on the first rank with the texts in the order of the ranks.
-            name: Of this use.
-            timeout: Bound on the wait.
-            ranks: Those that take part, this one among them; by default all.
-        """
+        """Give every rank's text to all, in the order of the ranks: the first one writes them down for all."""
         everyone = ranks or range(len(self.hosts))
         first = everyone[0]
         key = self.count(name, ranks)
@@ -168,11 +165,10 @@ class Session(Waits):
             self.meet(key, timeout, used=[mine], ranks=ranks)
             if self.rank == first:
                 texts = read_texts(self.store, [f"{key}/from/{rank}" for rank in everyone])
-                conclusion = conclude(texts)
-                self._used[ranks] += write_long(self.store, answer, conclusion)
-                return conclusion
+                self._used[ranks] += write_long(self.store, answer, _shorten(texts))
+                return texts
             self.until(is_there, timeout, late)
-            return read_long(self.store, answer)
+            return _lengthen(read_long(self.store, answer), name, len(everyone))
 
     def leave(self, linger: bool) -> None:
         """Count this rank out; a rank that hosts the store lingers up to 2 s for those who still need it."""
@@ -193,7 +189,245 @@ class Session(Waits):
             pause()
             left = self.store.add("left", 0)
 
+    # Waits of one rank, by any of its threads, for values that others write into the store
+
+    @property
+    def deadline(self) -> float | None:
+        """Return the end of the wait that this rank is in, the first of its threads'; None if it is in none."""
+        return min(list(self._deadlines.values()), default=None)
+
+    def is_waiting(self, thread: int | None) -> bool:
+        """Return whether the thread of this identity is in a wait."""
+        return thread in self._deadlines
+
+    def show_ranks(self) -> None:
+        """Let rank 0 log what the ranks are doing, where a wait has been too long."""
+        watch = self.watch()
+        if watch is not None:
+            watch.show_ranks()
+
+    def until(self, ready: Callable[[], T | None], timeout: timedelta, late: Callable[[], T]) -> T:
+        """Poll until `ready()` is not None and return that; raise a peer's failure; let `late()` decide after that."""
+        pause = Pause.among(len(self.hosts) if self.rank else 1)  # for what rank 0 does then, others often wait
+        deadline = time.monotonic() + timeout.total_seconds()
+        failure = None
+        while True:
+            value = ready()
+            if value is not None:
+                return value
+            if failure:
+                raise failure.to_error()
+            failure = self.failures.look_up()
+            if failure:  # of a peer that may have come here before it failed
+                continue
+            if time.monotonic() > deadline:
+                self.show_ranks()
+                if self.failures.look_up():
+                    continue
+                value = ready()  # it may have come meanwhile
+                return late() if value is None else value
+            pause()
+
+    @contextmanager
+    def bounded(self, timeout: timedelta) -> Iterator[None]:
+        """Let the watch end a wait in which the store itself does not answer; raise `PeerError` for a lost store."""
+        try:
+            with self._deadline(timeout):
+                yield
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            words = f"the connection to the store that it hosts, or its agent, broke: {error}"
+            host = self.store_host
+            raise self.find_cause(host) or PeerError(host, self.hosts[host], "lost", words) from error
+
+    def find_cause(self, host: int | None = None) -> DdpkitError | None:
+        """Wait until it is known who failed or left: the cause of a broken connection. None if nobody did.
+
+        Args:
+            host: The rank to which the connection led, None if that is not known.
+        """
+        failures, store_answers = self.failures, True
+        with self._deadline(_CAUSE_TIMEOUT) as deadline:
+            while True:
+                is_last_look = time.monotonic() > max([deadline, *failures.exiting.values()])
+                try:
+                    if store_answers:
+                        failures.look_up()
+                except DdpkitError as error:
+                    return error
+                except RuntimeError:  # the store has gone too: only the watch can tell
+                    store_answers = False
+                cause = failures.cause(host)
+                if cause or is_last_look:
+                    return cause
+                time.sleep(0.01)
+
+    @contextmanager
+    def _deadline(self, timeout: timedelta) -> Iterator[float]:
+        thread = threading.get_ident()
+        deadline = time.monotonic() + timeout.total_seconds()
+        outer = self._deadlines.get(thread)
+        self._deadlines[thread] = deadline
+        try:
+            yield deadline
+        finally:
+            if outer is None:
+                del self._deadlines[thread]
+            else:
+                self._deadlines[thread] = outer
+
+
+def _lengthen(found: str, name: str, expected: int) -> list[str]:
+    """Read what `_shorten()` wrote."""
+    runs = parse(found, name, {"runs": [tuple[str, int]]}, values=expected)["runs"]
+    texts = [one for one, count in runs for _ in range(min(count, expected + 1))]
+    if len(texts) != expected:
+        refuse_text(found, name)
+    return texts
+
 
 def _shorten(texts: list[str]) -> str:
     """Write the texts of all ranks; equal ones in a row once, with their number."""
     return json.dumps({"runs": [(text, len(list(run))) for text, run in itertools.groupby(texts)]}, ensure_ascii=False)
+
+
+# Waits of all ranks for each other, on torch's key-value store: barriers, and what is built on them.
+#
+# Those who wait read one counter of the ranks that have arrived. A rank whose time is up, or that has failed, breaks
+# the barrier by a flag in the counter. The first of these writes the reason under `why`, and all ranks raise that, also
+# those that come later. Who is missing is found by a roll call: ranks that were waiting when the barrier broke say so.
+
+_BROKEN = 1 << 40  # a flag in the counter
+_AT_ONCE = timedelta(seconds=5)  # bound on a wait for a key whose writer is at work
+_ROLL_CALL = 3.0  # seconds in which ranks that have arrived must say so when a barrier has broken
+_LONG = 1.0  # seconds of a wait after which a rank notes where it waits
+_MISSING = {"missing": [int], "seconds": float, "elsewhere": dict[str, str]}
+
+
+class StoreBarrier:
+    """One wait of ranks for each other.
+
+    Args:
+        session: This rank's.
+        ranks: Those that wait.
+        key: The barrier's, equal on all ranks, "name/number".
+        timeout: Bound on the wait.
+    """
+
+    def __init__(self, session: Session, ranks: Sequence[int], key: str, timeout: timedelta) -> None:
+        self._session = session
+        self._ranks = ranks
+        self._store = session.store
+        self._key = key
+        self._timeout = timeout
+        self.name = key.rpartition("/")[0]
+        self.counter = f"{key}/arrived"
+        self._note = f"waits/{session.rank}"  # where this rank says where it waits
+        self._note_at = math.inf
+
+    def wait(self) -> None:
+        """Arrive, and return when all ranks have."""
+        count = self._store.add(self.counter, 1)
+        if count == len(self._ranks):
+            return
+        if count >= _BROKEN:
+            self._explain()
+            return
+        self._note_at = time.monotonic() + min(_LONG, self._timeout.total_seconds() / 2)
+        try:
+            self._session.until(self._is_complete, self._timeout, self._give_up)
+        except BarrierTimeoutError:
+            self._store.set(self._note, f"has given up {self.name}")
+            raise
+        if self._note_at == math.inf:
+            self._store.delete_key(self._note)
+
+    def call_off(self, failure: Failure) -> None:
+        """Tell the others that this rank has failed. It does not arrive, so that nobody finds the barrier complete."""
+        if self._store.add(self.counter, _BROKEN) < 2 * _BROKEN:  # the first reason stands
+            self._store.set(f"{self._key}/why", failure.to_json())
+
+    def _is_complete(self) -> bool | None:
+        """Return True if all have arrived, None if not; raise if that cannot be any more."""
+        if time.monotonic() > self._note_at:  # for those who miss this rank elsewhere
+            self._store.set(self._note, f"waits in {self.name} instead")
+            self._note_at = math.inf
+        left = [rank for rank in self._session.failures.left if rank in self._ranks]
+        count = self._store.add(self.counter, 0)  # after the look, because who leaves has arrived before
+        if count >= _BROKEN:
+            self._store.set(self._present(self._session.rank), "")
+            return self._explain()
+        if not 0 < count <= len(self._ranks):
+            refuse_text(f"{count}", self.counter)
+        if count == len(self._ranks):
+            return True
+        if left:
+            self._session.failures.raise_if_any()  # it may have left because another failed
+            raise self._session.failures.departure(left[0])
+        return None
+
+    def _give_up(self) -> bool:
+        """Break the barrier, for the time is up."""
+        self._store.set(self._present(self._session.rank), "")
+        count = self._store.add(self.counter, _BROKEN)
+        if count < 2 * _BROKEN:
+            missing = self._call_roll(count - _BROKEN)
+            notes = {f"{rank}": note for rank in missing if (note := self._note_of(rank))}
+            why = {"missing": missing, "seconds": self._timeout.total_seconds(), "elsewhere": notes}
+            self._store.set(f"{self._key}/why", json.dumps(why))
+        return self._explain()
+
+    def _call_roll(self, arrived: int) -> list[int]:
+        """Return the ranks that do not say that they wait here too; none if all had arrived before it broke."""
+        missing = list(self._ranks)
+        deadline = time.monotonic() + _ROLL_CALL
+        while len(missing) > len(self._ranks) - arrived and time.monotonic() < deadline:
+            time.sleep(0.01)
+            missing = [rank for rank in missing if not self._store.check([self._present(rank)])]
+        return missing if arrived < len(self._ranks) else []
+
+    def _present(self, rank: int) -> str:
+        return f"{self._key}/present/{rank}"
+
+    def _note_of(self, rank: int) -> str:
+        """Return where a missing rank has said that it waits, "" if it has not."""
+        key = f"waits/{rank}"
+        return read_text(self._store, key) if self._store.check([key]) else ""
+
+    def _explain(self) -> bool:
+        """Raise why the barrier broke; return True if the last rank came just before somebody gave up."""
+        reason = f"{self._key}/why"
+
+        def written() -> bool | None:
+            return self._store.check([reason]) or None
+
+        def late() -> bool:
+            raise BarrierTimeoutError(f"{self.name}: a rank gave up and ended before it said why.", [], [])
+
+        self._session.until(written, _AT_ONCE, late)
+        why = parse(self._store.get(reason), reason, FAILURE, _MISSING)
+        if "missing" not in why:
+            raise Failure.from_fields(why).to_error()
+        if why["missing"]:
+            raise self._timeout_error(why)
+        return True
+
+    def _timeout_error(self, why: dict[str, Any]) -> BarrierTimeoutError:
+        me = self._session.rank
+        missing: list[tuple[int, str]] = []
+        arrived: list[tuple[int, str]] = []
+        for rank in self._ranks:
+            places = missing if rank in why["missing"] else arrived
+            places.append((rank, self._session.hosts[rank]))
+        count = f"{len(missing)} of {len(self._ranks)} ranks"
+        text = f"{self.name}: {count} did not arrive within {why['seconds']:g} s"
+        text += f": {_names(missing)}. Arrived: {_names(arrived)}."
+        elsewhere = {int(rank): note for rank, note in why["elsewhere"].items() if rank.isdecimal()}
+        for rank, note in elsewhere.items():
+            text += f" Rank {rank} {note}."
+        if me in why["missing"]:
+            text += f" This is rank {me}, which came too late."
+        return BarrierTimeoutError(text, missing, arrived, elsewhere)
+
+
+def _names(places: list[tuple[int, str]]) -> str:
+    return ", ".join(f"rank {rank} ({host})" for rank, host in places) or "nobody"

@@ -1,4 +1,4 @@
-"""Connections: those of the watch, which are kept alive, and those of gloo's group, cut when the job has failed.
+"""Connections to other hosts, and those of gloo's group, which are cut when the job has failed.
 
 A collective of gloo's waits for its peers and cannot be called off; destroying the group waits for it, and a DDP model
 keeps the group until the process has ended. A connection that is cut ends the collective, at both ends. What is just
@@ -8,26 +8,21 @@ being written may be lost then, and waited for without end; so what the ranks ar
 from __future__ import annotations
 
 import ctypes
-import errno
 import functools
 import ipaddress
 import os
-import signal
 import socket
 import stat
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..errors import LaunchError
-
 LOOPBACKS = ("lo", "lo0")  # names of the loopback interface
 SETTLE = 0.5  # seconds in which collectives that can still end do
 _PROBE = 2.0  # seconds in which a host that can be reached accepts or refuses a connection
-_SEGMENTS = slice(140, 144)  # where Linux's struct tcp_info has tcpi_segs_in
 
 
 def listen(address: str, one_node: bool) -> tuple[socket.socket, tuple[str, int]]:
@@ -99,92 +94,6 @@ def is_loopback(address: str | None) -> bool:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
         return False
-
-
-def connect_to_watch(rank: int, address: tuple[str, int], timeout: float) -> socket.socket:
-    """Connect to the watch of a rank; raise `LaunchError` if it cannot be reached."""
-    host, port = address
-    try:
-        return connect(host, port, timeout)
-    except OSError as error:
-        raise LaunchError(
-            f"The watch cannot connect to rank {rank} at {host}:{port}: {error}. Open the ports between the nodes, "
-            "which the group needs as well, or do without the watch: setup(watch=False)."
-        ) from error
-
-
-def keep_alive(connection: socket.socket) -> None:
-    """Let the kernel ask every second whether the other end is there, which `segments_received()` then shows.
-
-    The kernel itself gives up only after an hour. Where it does not count segments it gives up after 9 s.
-    """
-    options = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 9000}
-    if segments_received(connection):
-        options = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_USER_TIMEOUT": 3_600_000}
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in options.items():
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def segments_received(connection: socket.socket) -> int:
-    """Return how many TCP segments have come, those without data too; 0 where the kernel does not count them."""
-    if sys.platform != "linux":
-        return 0
-    with suppress(OSError):  # some sandboxes have no such option
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SEGMENTS.stop)
-        return int.from_bytes(info[_SEGMENTS], sys.byteorder)
-    return 0
-
-
-class Attempts:
-    """Attempts to connect to the other end of a connection once more: its host answers, if only by a refusal."""
-
-    def __init__(self) -> None:
-        self._sockets: list[socket.socket] = []
-
-    def begin(self, connection: socket.socket) -> None:
-        """Begin another; of those before it only the last goes on."""
-        self.close(but=1)
-        with suppress(OSError):
-            attempt = socket.socket(connection.family)
-            self._sockets.append(attempt)
-            attempt.setblocking(False)
-            attempt.connect_ex(connection.getpeername())
-
-    def are_answered(self) -> bool:
-        """Return whether the host has answered one."""
-        return any(map(_is_answered, self._sockets))
-
-    def close(self, but: int = 0) -> None:
-        """Give up all but the last ones."""
-        while len(self._sockets) > but:
-            self._sockets.pop(0).close()
-
-
-def _is_answered(attempt: socket.socket) -> bool:
-    if attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNREFUSED:
-        return True
-    with suppress(OSError):
-        attempt.getpeername()
-        return True
-    return False
-
-
-def send_exit_code(descriptors: Iterable[int]) -> None:
-    """Let the end of this process write its exit code, as one byte, to each of these connections.
-
-    Python tells its exit hooks no exit code, for the `SystemExit` has gone by then; glibc's `on_exit` does. Elsewhere
-    nothing is written. The connections stay open until the process has ended.
-    """
-    libc = _libc()
-    if not hasattr(libc, "on_exit") or signal.getsignal(signal.SIGPIPE) != signal.SIG_IGN:
-        return  # where a broken pipe kills, the write might change how the process ends
-    libc.fdopen.restype = ctypes.c_void_p
-    for descriptor in descriptors:
-        stream = libc.fdopen(descriptor, b"w")
-        if stream:  # void on_exit(void (*f)(int exit_code, void *stream), void *stream), and f is fputc
-            libc.on_exit(libc.fputc, ctypes.c_void_p(stream))
 
 
 def sockets_to(port: int) -> set[int]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from . import environment
-from .environment import Reading, derive_port, filled, meet_nobody, warn_of_allocation
+from .environment import START_ON_NODES, Reading, derive_port, filled, meet_nobody, warn_of_allocation
 from .launch import (
     ALLOCATIONS,
     FORGOTTEN,
@@ -56,14 +56,12 @@ def detect_launch(env: Mapping[str, str] | None = None) -> Launch:
         reading.check_agreement(RANKS | LOCAL)  # a job script may set some of them itself
         return reading.launch()
     platforms = environment.nodes(env)
-    names = [name for platform in platforms for name in (platform.number, platform.rank) if name in env]
-    signs = tuple(names + environment.processes(env))
+    signs = (*platforms, *environment.processes(env))
     if signs:
         launcher = PLATFORM._replace(signs=signs)
         if platforms:
-            title = f"one of several nodes of {platforms[0].title}"
-            start = f"Start torchrun on each node: {platforms[0].command()}"
-            launcher = launcher._replace(title=title, start=start)
+            title = f"one of several nodes of {next(iter(platforms.values()))}"
+            launcher = launcher._replace(title=title, start=START_ON_NODES)
         return Reading(launcher, env).launch()  # raises, for something is missing
     return _single(env)
 
@@ -118,8 +116,7 @@ def _refuse_copies(reading: Reading) -> None:
         return
     sizes = [launcher.needs["world_size"] for launcher in MPI_AND_SLURM]
     signs = [name for name in sizes if environment.number(reading.env.get(name)) > 1]
-    signs += [platform.number for platform in environment.nodes(reading.env)]
-    for sign in signs:
+    for sign in (*signs, *environment.nodes(reading.env)):
         reading.evidence.append(f"{sign}={reading.env[sign]}")
         reading.wrong.append(
             f"{reading.said('world_size')} contradicts {sign}={reading.env[sign]}: each of several processes would run "

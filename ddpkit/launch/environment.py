@@ -6,7 +6,7 @@ import re
 import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import LaunchError
 from .launch import ALLOCATIONS, LOCAL, MASTER, RANKS, Launch, Launcher
@@ -15,45 +15,30 @@ from .launch import ALLOCATIONS, LOCAL, MASTER, RANKS, Launch, Launcher
 # believe to be alone.
 
 
-class Nodes(NamedTuple):
-    """A platform that starts a process on each of several nodes, and the variables in which it tells them so."""
-
-    title: str
-    number: str  # number of nodes, or their list
-    rank: str = ""  # number of this one
-    address: str = "<address of node 0>"  # as a shell writes it
-
-    def command(self) -> str:
-        """Return the line that starts the ranks of each node."""
-        if self.number == "PET_NNODES":  # torchrun reads these by itself
-            return "torchrun train.py"
-        rank = f"${self.rank}" if self.rank else "<number of this one, from 0>"
-        number = f"${self.number}" if self.rank else "<number of nodes>"
-        return (
-            f"torchrun --nnodes={number} --node-rank={rank} --master-addr={self.address} --nproc-per-node=gpu train.py"
-        )
-
-
-_PLATFORMS = (
-    Nodes("SkyPilot", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", '$(echo "$SKYPILOT_NODE_IPS" | head -n 1)'),
-    Nodes("dstack", "DSTACK_NODES_NUM", "DSTACK_NODE_RANK", "$DSTACK_MASTER_NODE_IP"),
-    Nodes("a LeaderWorkerSet", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX", "$LWS_LEADER_ADDRESS"),
-    Nodes("HTCondor", "_CONDOR_NPROCS", "_CONDOR_PROCNO"),
-    Nodes("Beaker", "BEAKER_REPLICA_COUNT", "BEAKER_REPLICA_RANK", "$BEAKER_LEADER_REPLICA_HOSTNAME"),
-    Nodes("Base Command Platform", "NGC_ARRAY_SIZE", "NGC_ARRAY_INDEX", "$NGC_MASTER_ADDR"),
-    Nodes("Arnold", "ARNOLD_WORKER_NUM", "ARNOLD_ID", "$ARNOLD_WORKER_0_HOST"),
-    Nodes("Volcano Engine", "MLP_WORKER_NUM", "MLP_ROLE_INDEX", "$MLP_WORKER_0_HOST"),
-    Nodes("ModelArts", "MA_NUM_HOSTS", "VC_TASK_INDEX"),
-    Nodes("AWS Batch", "AWS_BATCH_JOB_NUM_NODES", "AWS_BATCH_JOB_NODE_INDEX"),
-    Nodes("Azure Batch", "AZ_BATCH_NODE_LIST", address="${AZ_BATCH_MASTER_NODE%:*}"),
-    Nodes("SageMaker", "SM_HOSTS"),
-    Nodes("Kubeflow", "PET_NNODES", "PET_NODE_RANK"),
+_PLATFORMS = {  # by the variable that has the number of nodes, or their list
+    "SKYPILOT_NUM_NODES": "SkyPilot",
+    "DSTACK_NODES_NUM": "dstack",
+    "LWS_GROUP_SIZE": "a LeaderWorkerSet",
+    "_CONDOR_NPROCS": "HTCondor",
+    "BEAKER_REPLICA_COUNT": "Beaker",
+    "NGC_ARRAY_SIZE": "Base Command Platform",
+    "ARNOLD_WORKER_NUM": "Arnold",
+    "MLP_WORKER_NUM": "Volcano Engine",
+    "MA_NUM_HOSTS": "ModelArts",
+    "AWS_BATCH_JOB_NUM_NODES": "AWS Batch",
+    "AZ_BATCH_NODE_LIST": "Azure Batch",
+    "SM_HOSTS": "SageMaker",
+    "PET_NNODES": "Kubeflow",
+}
+START_ON_NODES = (
+    "Start torchrun on each node: torchrun --nnodes=<their number> --node-rank=<number of this one, from 0> "
+    "--master-addr=<address of node 0> --nproc-per-node=gpu train.py, where PET_NNODES is set torchrun train.py"
 )
 
 
-def nodes(env: Mapping[str, str]) -> list[Nodes]:
-    """Find the platforms that say that this is one of several nodes."""
-    return [platform for platform in _PLATFORMS if _count(env.get(platform.number, "")) > 1]
+def nodes(env: Mapping[str, str]) -> dict[str, str]:
+    """Find the platforms that say that this is one of several nodes, by the variable that says so."""
+    return {name: title for name, title in _PLATFORMS.items() if _count(env.get(name, "")) > 1}
 
 
 def processes(env: Mapping[str, str]) -> list[str]:

@@ -26,8 +26,9 @@ from ..collectives.ops import broadcast
 from ..collectives.sync import barrier
 from ..errors import DdpkitError, LaunchError, PeerError, RankRejoins
 from ..job import current_job, lifecycle
-from ..job.job import ChooseDevice, Context, Options, Origin, checked_options
+from ..job.job import ChooseDevice, Context, Options, checked_options
 from ..job.joining import hosted_store, offer_store
+from ..join.causes import lost_peer_of
 from ..join.failures import Failure, JobContinues
 from ..join.rendezvous import StoreLost
 from ..join.sockets import is_listening
@@ -210,7 +211,7 @@ class Attempt:
         Raises:
             PeerError: If it is this rank that was lost.
         """
-        lost = current_job.lost_peer(error) if isinstance(error, Exception) else None
+        lost = lost_peer_of(error, current_job.session()) if isinstance(error, Exception) else None
         if isinstance(lost, PeerError) and lost.rank == ranks.get_rank():  # by the others, or its launcher has gone
             self._survivors.close(lost)
             raise lost from error
@@ -259,7 +260,7 @@ class _Survivors:
                 log.warning("trying to join again: %s", lost)
                 continue
             # only now, when the error has gone, by which the store would stay open that a new rank 0 has opened
-            if self.take_place(membership, checked_options(timeout=timeout, watch=True, origin=Origin(), **options)):
+            if self.take_place(membership, checked_options(timeout=timeout, **options)):
                 return
 
     def begin(self, context: Context) -> None:

@@ -16,9 +16,8 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
-from ..join.members import children_of, parent_of
-from ..join.sockets import Attempts, keep_alive, segments_received
 from ..parsing import encode
+from .links import Attempts, children_of, keep_alive, parent_of, segments_received
 from .messages import Lines, Message, parse, shows_token
 
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE

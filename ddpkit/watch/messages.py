@@ -22,8 +22,8 @@ import torch
 
 from ..errors import printable
 from ..join.failures import FAILURE, Failure
-from ..join.members import parent_of
 from ..parsing import all_printable, encode, fits
+from .links import parent_of
 from .stop_agreement import REQUEST, StopDecision, StopRequest
 
 # What each rank is doing: its stack, how long since it got on, and the picture of all ranks.

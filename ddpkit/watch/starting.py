@@ -12,10 +12,10 @@ from ..errors import LaunchError
 from ..job import current_job
 from ..job.job import Job
 from ..job.leaving import fill_error_file
-from ..join.members import Members, children_of, parent_of, watch_key
+from ..join.members import Members
 from ..join.session import Session
-from ..join.sockets import connect_to_watch
 from ..parsing import parse
+from .links import children_of, connect_to_watch, parent_of, watch_key
 from .thread import WatchThread
 
 Listen = Callable[[], tuple[socket.socket, tuple[str, int]]]

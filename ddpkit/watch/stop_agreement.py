@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import get_type_hints
 
 from ..job import current_job
-from ..join.members import is_below
+from .links import is_below
 
 
 @dataclass(frozen=True)

@@ -33,12 +33,12 @@ from ..errors import (
     describe_error,
 )
 from ..join.failures import GRACE, Failure
-from ..join.members import parent_of
 from ..join.session import Session
-from ..join.sockets import cut, send_exit_code
+from ..join.sockets import cut
 from ..join.store import call_with_timeout
 from ..parsing import encode
 from .connections import Connections, Event
+from .links import parent_of, send_exit_code
 from .main_thread import MainThread
 from .messages import PAUSE, Activity, Message, Picture, Steps, describe_main_thread
 from .stop_agreement import StopAgreement, StopDecision, StopRequest

@@ -1,7 +1,8 @@
-"""Train in the workers of a Dask cluster, one rank in each; they meet in a store whose address all get."""
+"""Train in the workers of a Dask cluster, one rank in each; they meet at an address that all get."""
+
+import socket
 
 import torch
-import torch.distributed as dist
 from distributed import Client, LocalCluster
 from torch import nn
 
@@ -9,8 +10,8 @@ import ddpkit
 
 
 def train(rank: int, world_size: int, host: str, port: int) -> float:
-    store = dist.TCPStore(host, port, is_master=False)
-    with ddpkit.distributed(store=store, rank=rank, world_size=world_size) as context:
+    place = ddpkit.Launch("platform", rank, world_size, master_addr=host, master_port=port)
+    with ddpkit.distributed(launch=place) as context:
         torch.manual_seed(0)
         data = torch.randn(240, 4)
         loader = ddpkit.make_loader(data, batch_size=24 // world_size)
@@ -29,8 +30,8 @@ def train(rank: int, world_size: int, host: str, port: int) -> float:
 if __name__ == "__main__":
     with LocalCluster(n_workers=2, threads_per_worker=1) as cluster, Client(cluster) as client:
         workers = list(client.scheduler_info()["workers"])
-        for _ in range(2):  # one job after the other in the same workers, each with a store of its own
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            place = (len(workers), "127.0.0.1", store.port)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            place = (len(workers), *free.getsockname())  # rank 0 will listen there
+        for _ in range(2):  # one job after the other in the same workers
             ranks = [client.submit(train, r, *place, workers=[w], pure=False) for r, w in enumerate(workers)]
             print("losses:", client.gather(ranks))

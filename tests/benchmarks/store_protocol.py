@@ -24,12 +24,13 @@ from typing import Any
 import torch.distributed as dist
 
 from ddpkit.join.failures import Failure
-from ddpkit.join.members import Member, children_of, parent_of, watch_key
+from ddpkit.join.members import Member
 from ddpkit.join.rendezvous import join
 from ddpkit.join.session import Session
 from ddpkit.join.sockets import listen
 from ddpkit.parsing import encode
 from ddpkit.watch.connections import Connections
+from ddpkit.watch.links import children_of, parent_of, watch_key
 
 _TIMEOUT = timedelta(minutes=5)
 _STEPS = ("connect", "join", "first barrier", "barrier", "exchange", "watch", "news of a failure")

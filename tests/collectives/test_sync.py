@@ -17,8 +17,8 @@ import ddpkit
 from ddpkit import BarrierTimeoutError, PeerError, get_rank
 from ddpkit.collectives import sync
 from ddpkit.job import current_job
-from ddpkit.join import waits as store_barrier
-from ddpkit.join.waits import StoreBarrier
+from ddpkit.join import session as store_barrier
+from ddpkit.join.session import StoreBarrier
 
 
 def caught(fn: Any, *args: Any, **kwargs: Any) -> Any:

@@ -136,7 +136,7 @@ CONFLICTS = [
     Conflict("two processes are rank 1", TWICE, ((0, 3), (1, 3), (1, 3))),
     Conflict("a second rank 1 when all have joined", TWICE, ((0, 2), (1, 2)), ((1, 2),)),
     Conflict("a second rank 0 when all have joined", "is taken. Do two processes have", ((0, 2), (1, 2)), ((0, 2),)),
-    Conflict("world sizes 2 and 3", "was told WORLD_SIZE=3", ((0, 2), (1, 3))),
+    Conflict("world sizes 2 and 3", "has WORLD_SIZE=3", ((0, 2), (1, 3))),
     Conflict("`RANK` is not below `WORLD_SIZE`", "RANK=2", ((0, 2), (2, 2))),
     Conflict("two jobs at one port, half of each", "two jobs meet", ((0, 2, RUN_A), (1, 2, RUN_B))),
     Conflict("something else listens at the port", "{port}", ((0, 2), (1, 2)), stranger=True, timeout=SHORT),

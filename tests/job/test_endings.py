@@ -23,7 +23,9 @@ import ddpkit
 HANG = 400.0  # seconds: longer than any test may take, however loaded the machine is
 # each script is a copy of this one, which has imported torch for all of them, and ends as the interpreter ends
 FORK = """
-import concurrent.futures, gc, json, os, subprocess, sys, threading, time, traceback, ddpkit
+import concurrent.futures, gc, importlib, json, multiprocessing, os, subprocess, sys, threading, time, traceback, ddpkit
+for module in json.loads(sys.argv[3]):  # what each would load at setup() and in its first DDP model
+    importlib.import_module(module)
 gc.freeze()  # or each would look through all of torch when it ends
 names = {}
 for name, (env, lines) in json.loads(sys.argv[1]).items():
@@ -40,7 +42,7 @@ else:
         pid, status = os.wait()
         print(names[pid], "ended with", os.waitstatus_to_exitcode(status))
 """
-
+LOADED = ["ddpkit.job.joining", "ddpkit.job.refusal", "ddpkit.watch.starting"]
 
 ENDINGS = {
     "falls off the end": "",
@@ -55,23 +57,13 @@ ENDINGS = {
 }
 
 
-def ends(scripts: dict[str, tuple[dict[str, str], str]], folder: Path) -> dict[str, tuple[int, str]]:
+def ends(scripts: dict[str, tuple[dict[str, str], str]], folder: Path, *loaded: str) -> dict[str, tuple[int, str]]:
     """Run scripts, each with its environment; return their exit codes and what they have printed."""
-    (end,) = launch([sys.executable, "-c", FORK, json.dumps(scripts), str(folder)], timeout=HANG)
+    arguments = [json.dumps(scripts), str(folder), json.dumps([*LOADED, *loaded])]
+    (end,) = launch([sys.executable, "-c", FORK, *arguments], timeout=HANG)
     lines = [line.rpartition(" ended with ") for line in end.output.splitlines()]
     codes = {name: int(code) for name, _, code in lines}
     return {name: (codes[name], (folder / name).read_text()) for name in scripts}
-
-
-def test_a_script_that_ends_without_teardown_ends_at_once_and_in_silence(tmp_path: Path) -> None:
-    scripts = {}
-    for ending, lines in ENDINGS.items():
-        join = "ddpkit.setup(); ddpkit.barrier()\n"
-        if "joined" in ending:
-            join = f"thread = threading.Thread(target=exec, args=[{join!r}, globals()]); thread.start(); thread.join()"
-        port = free_port()
-        scripts |= {f"{ending} {rank}": (platform_env(rank, 2, port), join + lines) for rank in range(2)}
-    assert ends(scripts, tmp_path) == dict.fromkeys(scripts, (0, ""))
 
 
 FORKED = """
@@ -98,15 +90,21 @@ CHILDREN = {
 }
 
 
-def test_a_forked_child_that_ends_as_python_does_hangs_in_no_group(tmp_path: Path) -> None:
+def test_a_script_or_a_forked_child_that_ends_without_teardown_ends_at_once_and_in_silence(tmp_path: Path) -> None:
+    """No child hangs in a group that it has inherited."""
     scripts = {}
-    for world_size in (2, 3):
-        for name, (child, code) in CHILDREN.items():
-            port = free_port()
-            lines = "import multiprocessing, torch\n" + FORKED.format(child=child, code=code)
-            for rank in range(world_size):
-                scripts[f"{name} {rank} of {world_size}"] = platform_env(rank, world_size, port), lines
-    assert ends(scripts, tmp_path) == dict.fromkeys(scripts, (0, ""))
+    for ending, lines in ENDINGS.items():
+        join = "ddpkit.setup(); ddpkit.barrier()\n"
+        if "joined" in ending:
+            join = f"thread = threading.Thread(target=exec, args=[{join!r}, globals()]); thread.start(); thread.join()"
+        port = free_port()
+        scripts |= {f"{ending} {rank}": (platform_env(rank, 2, port), join + lines) for rank in range(2)}
+    for number, (name, (child, code)) in enumerate(CHILDREN.items()):
+        port, world_size = free_port(), 3 if number == 0 else 2
+        lines = "import torch\n" + FORKED.format(child=child, code=code)
+        for rank in range(world_size):
+            scripts[f"child {name} {rank}"] = platform_env(rank, world_size, port), lines
+    assert ends(scripts, tmp_path, "torch._dynamo") == dict.fromkeys(scripts, (0, ""))
 
 
 # the others compute; `pids` are those of all ranks
@@ -177,7 +175,7 @@ def test_a_rank_that_fails_without_distributed_is_known_to_those_who_compute(tmp
 
 @pytest.mark.storm
 def test_the_ranks_on_both_sides_hear_how_the_one_between_them_ends(tmp_path: Path) -> None:
-    chain = "from ddpkit.join import members\nmembers.CHILDREN = 1\n"
+    chain = "from ddpkit.watch import links\nlinks.CHILDREN = 1\n"
     scripts = {}
     for name in ("exits", "leaves in except"):
         port = free_port()
@@ -200,7 +198,18 @@ REDUCE = HEAR.replace(
 PLACES = {"compute": HEAR, "wait": WAIT, "reduce": "import torch\n" + REDUCE}
 
 
-def test_an_exit_that_takes_long_is_waited_for_and_its_code_or_words_are_known(tmp_path: Path) -> None:
+def waiting_for_one_that_leaves() -> dict[str, tuple[dict[str, str], str]]:
+    scripts = {}
+    leave = "try: fail()\nfinally: ddpkit.teardown(); wait_for_end(set(pids) - {os.getpid()})"  # it has not ended yet
+    for faulty in (0, 1):
+        port = free_port()
+        for rank in range(3):
+            script = BEGIN + (LATER + leave if rank == faulty else WAIT)
+            scripts[f"{faulty} {rank}"] = platform_env(rank, 3, port), script
+    return scripts
+
+
+def test_those_who_wait_hear_at_once_why_a_rank_has_left_and_wait_for_an_exit_that_takes_long(tmp_path: Path) -> None:
     slow_exits = {
         "sys.exit(1)": "SystemExit: it ended with exit code 1",
         "try: sys.exit('config is wrong')\nfinally: ddpkit.teardown()": "SystemExit: config is wrong",
@@ -212,11 +221,18 @@ def test_an_exit_that_takes_long_is_waited_for_and_its_code_or_words_are_known(t
             name = f"{number} {where} {rank}"
             expected[name] = "" if rank == 1 else f"1 rank 1 ({socket.gethostname()}) failed: {words}"
             scripts[name] = platform_env(rank, 3, port), SLOW + BEGIN + (LATER + lines if rank == 1 else others)
-    ended = ends(scripts, tmp_path)
+    ended = ends(scripts | waiting_for_one_that_leaves(), tmp_path)
     for name, words in expected.items():
         code, output = ended[name]
         assert words in output, f"{name}: {output}"
         assert code == (0 if words else 1), f"{name}: {output}"
+    for faulty in (0, 1):
+        for rank in {0, 1, 2} - {faulty}:
+            code, output = ended[f"{faulty} {rank}"]
+            assert code == 0, output
+            assert f"{faulty} rank {faulty} (" in output, output
+            assert "failed: ValueError: boom\n\nTraceback" in output, output
+        assert ended[f"{faulty} {faulty}"][0] == 1
 
 
 GOOD = {  # ends that are no failure, and their exit codes
@@ -260,28 +276,6 @@ def test_a_rank_that_ends_in_good_order_disturbs_nobody_who_computes(tmp_path: P
         code_of_other, output = ended[f"{name} {1 - early}"]
         assert code_of_other == 0 and output.endswith("undisturbed\n") and "PeerError" not in output, output
         assert ended[f"{name} {early}"][0] == code, ended[f"{name} {early}"]
-
-
-def test_those_who_wait_hear_at_once_why_a_rank_has_left(tmp_path: Path) -> None:
-    scripts = {}
-    for faulty in (0, 1):
-        port = free_port()
-        lines = (
-            "try: fail()\nfinally: ddpkit.teardown(); wait_for_end(set(pids) - {os.getpid()})"  # it has not ended yet
-        )
-        for rank in range(3):
-            scripts[f"{faulty} {rank}"] = (
-                platform_env(rank, 3, port),
-                BEGIN + (LATER + lines if rank == faulty else WAIT),
-            )
-    ended = ends(scripts, tmp_path)
-    for faulty in (0, 1):
-        for rank in {0, 1, 2} - {faulty}:
-            code, output = ended[f"{faulty} {rank}"]
-            assert code == 0, output
-            assert f"{faulty} rank {faulty} (" in output, output
-            assert "failed: ValueError: boom\n\nTraceback" in output, output
-        assert ended[f"{faulty} {faulty}"][0] == 1
 
 
 def leave_at_once(how: str, seconds: float) -> None:

@@ -75,17 +75,35 @@ def test_a_platform_without_local_ranks_gives_one_world_and_fills_them_in() -> N
     assert [end.output.strip() for end in ended] == [f"rank {rank} of 2 local {rank} sum 3" for rank in range(2)]
 
 
-def test_a_rank_that_is_claimed_twice_is_refused_on_every_rank() -> None:
-    port = free_port()
-    ended = run(join_and_stay, [platform_env(rank, 3, port) for rank in (0, 1, 1)])
-    all_name(ended, "Two processes claim rank 1")
-    assert "count nodes or pods" in ended[1].output  # both on one host: perhaps one claim for each pod
+CONFLICTS = {  # what the environments of the ranks of a job say, and what each of them is told
+    "a rank twice": ([(0, 3), (1, 3), (1, 3)], "Two processes claim rank 1"),
+    "world sizes 2 and 3": ([(0, 2), (1, 3)], f"Rank 0 on {socket.gethostname()}"),
+    "world sizes 3 and 2": ([(0, 3), (1, 2)], f"Rank 0 on {socket.gethostname()}"),
+    "a rank beyond": ([(0, 2), (2, 2)], "RANK"),
+    "two jobs": ([(0, 2, "a"), (1, 2, "b")], "two jobs meet at one MASTER_ADDR:MASTER_PORT"),
+    "a rank twice before rank 0": ([(1, 2), (1, 2), (0, 2)], "Two processes claim rank 1"),
+    "rank 0 twice": ([(0, 2), (1, 2), (0, 2)], "of 127.0.0.1 is taken"),
+}
+LATE = {"a rank twice before rank 0": 1.0, "rank 0 twice": 2.0}  # seconds after the others, for the last of a job
 
 
-def test_duplicates_that_wait_for_rank_zero_are_refused_on_every_rank() -> None:
-    port = free_port()
-    ended = run(join_and_stay, [platform_env(rank, 2, port) for rank in (1, 1, 0)], delays=[0, 0, 1])
-    all_name(ended, "Two processes claim rank 1")
+def test_ranks_that_do_not_fit_together_are_refused_on_every_rank() -> None:
+    envs, delays = [], []
+    for name, (places, _) in CONFLICTS.items():
+        port = free_port()
+        for rank, size, *run_id in places:
+            more = {"DDPKIT_RUN_ID": run_id[0]} if run_id else {}
+            envs.append(platform_env(rank, size, port, **more))
+            delays.append(0.0)
+        delays[-1] = LATE.get(name, 0.0)
+    ended = run(join_and_stay, envs, delays=delays)
+    found = {}
+    for name, (places, words) in CONFLICTS.items():
+        found[name] = [ended.pop(0) for _ in places]
+        all_name(found[name], words)
+    assert "count nodes or pods" in found["a rank twice"][1].output  # both on one host: perhaps one claim for each pod
+    for name in ("world sizes 2 and 3", "world sizes 3 and 2"):
+        assert all(f"WORLD_SIZE={size}" in end.output for end in found[name] for size in (2, 3))
 
 
 def test_a_refusal_that_comes_while_rank_zero_writes_the_members_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,26 +150,6 @@ def test_a_duplicate_that_comes_late_ends_the_running_job(tmp_path: Path) -> Non
     assert "joined" in ended[0].output and "joined" in ended[1].output
 
 
-def test_two_rank_zeros_are_refused_on_every_rank() -> None:
-    port = free_port()
-    ended = run(join_and_stay, [platform_env(rank, 2, port) for rank in (0, 1, 0)], delays=[0, 0, 2])
-    all_name(ended, f"port {port} of 127.0.0.1 is taken")
-
-
-@pytest.mark.parametrize("sizes", [(2, 3), (3, 2)])
-def test_two_opinions_of_the_world_size_are_named_on_every_rank(sizes: tuple[int, int]) -> None:
-    port = free_port()
-    ended = run(join_and_stay, [platform_env(rank, size, port) for rank, size in enumerate(sizes)])
-    all_name(ended, f"Rank 0 on {socket.gethostname()}")
-    assert all(f"WORLD_SIZE={size}" in end.output for end in ended for size in sizes)
-
-
-def test_a_rank_beyond_the_world_size_stops_those_who_wait_for_it() -> None:
-    port = free_port()
-    ended = run(join_and_stay, [platform_env(0, 2, port), platform_env(2, 2, port)])
-    all_name(ended, "RANK")
-
-
 def watch_on_rank_zero_only() -> None:
     ddpkit.setup(timeout=SOON, watch=os.environ["RANK"] == "0")
 
@@ -159,12 +157,6 @@ def watch_on_rank_zero_only() -> None:
 def test_ranks_that_disagree_on_the_watch_all_hear_of_it() -> None:
     port = free_port()
     all_name(run(watch_on_rank_zero_only, [platform_env(rank, 2, port) for rank in range(2)]), "has watch=True")
-
-
-def test_two_jobs_with_identities_do_not_become_one_world() -> None:
-    port = free_port()
-    ended = run(join_and_stay, [platform_env(rank, 2, port, DDPKIT_RUN_ID=name) for rank, name in enumerate("ab")])
-    all_name(ended, "two jobs meet at one MASTER_ADDR:MASTER_PORT")
 
 
 def test_a_missing_rank_is_named_when_the_time_is_up() -> None:
@@ -177,17 +169,13 @@ def join_briefly(seconds: int = 2) -> None:
     ddpkit.setup(timeout=timedelta(seconds=seconds))
 
 
-def test_a_master_that_does_not_answer_is_an_error_within_the_time_out() -> None:
-    (end,) = run(join_briefly, [platform_env(1, 2, free_port())])
-    all_name([end], "Nobody answers at MASTER_ADDR:MASTER_PORT")
-
-
-@pytest.mark.parametrize(
-    ("address", "words"), [("no.such.host.invalid", "did not resolve"), ("http://x", "neither a host name")]
-)
-def test_a_master_address_that_cannot_be_used_is_named(address: str, words: str) -> None:
-    (end,) = run(join_briefly, [platform_env(0, 2, free_port(), MASTER_ADDR=address)])
-    all_name([end], words)
+def test_a_master_that_does_not_answer_or_cannot_be_used_is_named() -> None:
+    addresses = {"no.such.host.invalid": "did not resolve", "http://x": "neither a host name"}
+    envs = [platform_env(0, 2, free_port(), MASTER_ADDR=address) for address in addresses]
+    first, *ended = run(join_briefly, [platform_env(1, 2, free_port()), *envs])
+    all_name([first], "Nobody answers at MASTER_ADDR:MASTER_PORT")
+    for end, words in zip(ended, addresses.values(), strict=True):
+        all_name([end], words)
 
 
 def test_a_port_that_something_else_listens_on_is_named_on_every_rank() -> None:

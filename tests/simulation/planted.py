@@ -6,7 +6,7 @@ from typing import Any
 
 from ddpkit.join import failures, rendezvous, session
 from ddpkit.join import rendezvous as generation
-from ddpkit.join import waits as store_barrier
+from ddpkit.join import session as store_barrier
 from ddpkit.survival import regrouping
 from ddpkit.survival import states as kept_states
 from ddpkit.watch import connections as monitor_connections
@@ -45,7 +45,7 @@ def pass_a_barrier_that_others_gave_up() -> None:
     """A rank whose time is up does not break the barrier."""
 
     def give_up(self: store_barrier.StoreBarrier) -> bool:
-        self._store.set(self._present(self._waits.rank), "")
+        self._store.set(self._present(self._session.rank), "")
         absent = [(rank, "") for rank in self._call_roll(self._store.add(self.counter, 0))]
         if not absent:
             return True

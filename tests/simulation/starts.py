@@ -190,7 +190,7 @@ class Start:
 
     def join(self, mine: Rank, job: Job) -> None:
         """Join a job."""
-        opened = startup.OpenStore(self._open(job), *self._master)
+        opened = startup.OpenStore(self._open(job), *self._master, startup._host_of(job.launch))
         session, members, listener = startup._join(job, opened, str)
         mine.token = members.token
         job.hosts_store = self._server is None and mine.rank == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,6 @@ from world import Killed
 
 from ddpkit.job import joining as startup
 from ddpkit.job.job import Context, Job, Options, context_of
-from ddpkit.join.causes import lost_peer_of
 from ddpkit.join.failures import Failure
 from ddpkit.join.store import without_prefixes
 from ddpkit.launch.launch import Launch
@@ -82,14 +80,13 @@ class Survivor:
     ) -> Context:
         """Do as `lifecycle.rejoin()`."""
         launch = Launch("platform", rank, size)
-        asked = replace(asked, origin=replace(asked.origin, store_host=store_host))
         job = self.job = Job(launch, asked, context_of(launch, self.job.context.device))
         if size == 1:
             self.group = Group(self.start.world, 1)
             self.group.enter()
             self.generation = f"{self.mine.process.name} alone"
             return job.context
-        opened = startup.OpenStore(store, None, None)
+        opened = startup.OpenStore(store, host=store_host)
         with self._joining():
             session, members, listener = startup._join(job, opened, lost)
             startup._start_watch(job, session, members, listener, opened)
@@ -100,7 +97,7 @@ class Survivor:
 
     @contextmanager
     def _joining(self) -> Iterator[None]:
-        """Do as `lifecycle._join()` with an error."""
+        """Do as `lifecycle._begin()` with an error."""
         try:
             yield
         except Killed:
@@ -179,11 +176,11 @@ def put_in_place() -> None:
     survival.current_job = SimpleNamespace(
         owns_group=lambda: True,
         hold_failures=_hold,
-        asked_options=lambda: replace(_mine().job.asked),
+        asked_options=lambda: _mine().job.asked,
         current_session=lambda: _mine().session,
         interrupt=lambda failure: _mine().interrupt(failure),
         has_unfinished=lambda: False,
-        lost_peer=lambda error: lost_peer_of(error, _mine().session),
+        session=lambda: _mine().session,
         finish=lambda: None,
     )
     survival.stop_agreement = SimpleNamespace(current=lambda: SimpleNamespace(request=None, decision=None))

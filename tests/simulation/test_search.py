@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import planted
@@ -18,6 +20,15 @@ WORLDS = {  # of each kind: a hundred thousand together
     "stopping": 20_000,
     "surviving": 10_000,
     "returning": 10_000,
+}
+FEW = {  # in which seven of the planted bugs show
+    "joining": 60,
+    "meeting": 30,
+    "failing": 50,
+    "losing": 30,
+    "stopping": 30,
+    "surviving": 100,
+    "returning": 40,
 }
 PART = 1_000  # of them in each test
 
@@ -37,8 +48,10 @@ FIND = (
 
 
 def test_nothing_is_wrong_in_a_few_worlds() -> None:
-    all_kinds = "import sys; print({kind: search.search(kind, range(100)) for kind in sys.argv[1:]})"
-    assert run(all_kinds, *WORLDS, timeout=600) == str({kind: {} for kind in WORLDS})
+    search = (
+        "import json, sys; print({kind: search.search(kind, range(n)) for kind, n in json.loads(sys.argv[1]).items()})"
+    )
+    assert run(search, json.dumps(FEW), timeout=600) == str({kind: {} for kind in FEW})
 
 
 @pytest.mark.storm
@@ -58,4 +71,6 @@ def test_a_planted_bug_is_found(bug: str) -> None:
 
 def test_a_seed_is_a_world() -> None:
     show = "import sys; print(search.look(sys.argv[1], int(sys.argv[2]), tells=True))"
-    assert run(show, "surviving", 7, timeout=120) == run(show, "surviving", 7, timeout=120)
+    with ThreadPoolExecutor() as threads:
+        first, second = [threads.submit(run, show, "surviving", 7, timeout=240) for _ in range(2)]
+    assert first.result() == second.result()

@@ -25,8 +25,8 @@ from signals import stop_process
 
 import ddpkit
 from ddpkit import testing
-from ddpkit.join import members as monitor_tree
 from ddpkit.signals import handled_signals
+from ddpkit.watch import links as monitor_tree
 from ddpkit.watch import stop_agreement
 from ddpkit.watch.stop_agreement import StopAgreement, StopRequest
 

@@ -22,9 +22,9 @@ from signals import stop_process
 import ddpkit
 from ddpkit.errors import LaunchError
 from ddpkit.job import current_job
-from ddpkit.join import members as monitor_tree
 from ddpkit.tools import cli
 from ddpkit.tools.where import Answer, ask, jobs_here
+from ddpkit.watch import links as monitor_tree
 from ddpkit.watch.messages import Activity, fold
 
 PATIENCE = 120.0  # seconds, which only a hang needs
