@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from io import FileIO
 from typing import TypeVar
 
 import torch
@@ -140,6 +141,56 @@ def without_prefixes(store: dist.Store) -> dist.Store:
     return store
 
 
+# The key-value space of MPICH's launcher, by which ranks learn an address that the environment does not tell.
+#
+# hydra hands each rank a descriptor, whose number is in PMI_FD, on which it speaks the PMI-1 wire protocol.
+
+
+def has_pmi() -> bool:
+    """Return whether the launcher has handed down its descriptor."""
+    return "PMI_FD" in os.environ
+
+
+def share_over_pmi(value: str | None) -> str:
+    """Give rank 0's value to all ranks; the others pass None. Collective.
+
+    Raises:
+        LaunchError: If the launcher does not answer.
+    """
+    try:
+        with os.fdopen(os.dup(int(os.environ["PMI_FD"])), "r+b", buffering=0) as pipe:
+            return _share(pipe, value)
+    except OSError as error:
+        raise LaunchError(
+            f"The MPI launcher does not answer on the descriptor in PMI_FD ({error}). Is this a process that a "
+            "rank has started? It inherits the launcher's variables but is no rank: start it without PMI_RANK and "
+            "PMI_SIZE."
+        ) from error
+
+
+def _share(pipe: FileIO, value: str | None) -> str:
+    _ask(pipe, "init pmi_version=1 pmi_subversion=1")
+    space = _ask(pipe, "get_my_kvsname")["kvsname"]
+    if value is not None:
+        _ask(pipe, f"put kvsname={space} key=ddpkit value={value}")
+    _ask(pipe, "barrier_in")
+    answer = _ask(pipe, f"get kvsname={space} key=ddpkit")["value"]
+    _ask(pipe, "finalize")
+    return answer
+
+
+def _ask(pipe: FileIO, command: str) -> dict[str, str]:
+    """Send a command and return the fields of the answer, one line of name=value."""
+    pipe.write(f"cmd={command}\n".encode())
+    line = b""
+    while not line.endswith(b"\n"):
+        data = pipe.read(4096)
+        if not data:
+            raise LaunchError("The MPI launcher closed its PMI connection. Set MASTER_ADDR and MASTER_PORT instead.")
+        line += data
+    return dict(word.split("=", 1) for word in line.decode().split() if "=" in word)
+
+
 log = logging.getLogger(__name__)
 _NAME_PATIENCE = 60.0  # seconds: a headless service's name may appear late
 _GREETING = 60.0  # seconds that a store under load may take to answer
@@ -182,16 +233,27 @@ def open_store(address: str, port: int, is_host: bool, timeout: timedelta) -> di
 
 
 def find_master(launch: Launch, timeout: timedelta) -> tuple[dist.Store, str, int]:
-    """Open the store where the launcher gives no MASTER_ADDR, which only ranks of one node find."""
-    if launch.local_world_size != launch.world_size:
+    """Open the store where the launcher gives no MASTER_ADDR: over MPICH's key-value space, or on the only node."""
+    one_node = launch.local_world_size == launch.world_size
+    if has_pmi():
+        return _find_over_pmi(launch, "127.0.0.1" if one_node else socket.getfqdn(), timeout)
+    if not one_node:
         raise LaunchError(
             f"{launch.kind} started ranks on several nodes and tells no address to meet at. Set MASTER_ADDR to the "
-            "host of rank 0 and MASTER_PORT to a free port there: mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29400 ... "
-            "or mpiexec -genv MASTER_ADDR node1 -genv MASTER_PORT 29400 ..."
+            "host of rank 0 and MASTER_PORT to a free port there: mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29400 ..."
         )
     address = "127.0.0.1"
     port = derive_port(*(os.environ.get(name, "") for name in _JOB_IDS))
     return open_store(address, port, launch.rank == 0, timeout), address, port
+
+
+def _find_over_pmi(launch: Launch, host: str, timeout: timedelta) -> tuple[dist.Store, str, int]:
+    if launch.rank == 0:
+        server = host_on(host)
+        share_over_pmi(f"{server.host}|{server.port}")
+        return server, server.host, server.port
+    address, _, port = share_over_pmi(None).partition("|")
+    return open_store(address, int(port), False, timeout), address, int(port)
 
 
 def _host(address: str, port: int, timeout: timedelta) -> dist.Store:

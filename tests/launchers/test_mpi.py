@@ -48,8 +48,7 @@ def test_mpirun_on_two_nodes(mpirun: list[str], kind: str, tmp_path: Path) -> No
             told = ["-x", "MASTER_ADDR=node1", "-x", "MASTER_PORT=29400"]
             where = ["--mca", "plm_rsh_agent", shell, "--mca", "oob_tcp_if_include", "10.77.0.0/24", *told]
         else:
-            told = ["-genv", "MASTER_ADDR", "node1", "-genv", "MASTER_PORT", "29400"]
-            where = ["-launcher", "ssh", "-launcher-exec", shell, *told]
+            where = ["-launcher", "ssh", "-launcher-exec", shell]
         hosts = ["-host", "node1:2,node2:2", "-n", "4"]
         assert_joined(launch(login.lead(*mpirun, *where, *hosts, *PYTHON, *PROGRAM)), kind, 2, 2)
 
