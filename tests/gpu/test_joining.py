@@ -181,15 +181,8 @@ def measure(flags: str) -> list[dict[str, Any]]:
     return list(read_json(run(command))["results"])
 
 
-def test_the_benchmark_measures_steps_on_the_device(record_property: Any) -> None:
-    results = measure("--ranks 1")
-    texts = [f"{result['name']} {1e3 * result['seconds']:.2f} ms a step" for result in results]
-    assert texts
-    record_property("measured", ", ".join(texts))
-
-
 def test_the_benchmark_measures_ranks_that_share_the_device(device: str, record_property: Any) -> None:
-    results = measure(f"--ranks 2 --device {first_of(device)} --only collectives")
+    results = measure(f"--ranks 2 --device {first_of(device)}")
     texts = [f"{result['name']} {1e6 * result['seconds']:.0f} us" for result in results]
     assert texts
     record_property("measured", ", ".join(texts))
@@ -197,7 +190,7 @@ def test_the_benchmark_measures_ranks_that_share_the_device(device: str, record_
 
 @pytest.mark.gpus(2)
 def test_the_benchmark_measures_collectives_between_devices(record_property: Any) -> None:
-    results = measure(f"--ranks {several()} --only collectives")
+    results = measure(f"--ranks {several()}")
     texts = [f"{result['name']} {1e6 * result['seconds']:.0f} us" for result in results]
     assert texts
     record_property("measured", ", ".join(texts))
