@@ -188,7 +188,7 @@ def with_a_handler_of_c() -> None:
 
 
 def while_an_event_loop_waits_for_its_threads() -> None:
-    asyncio.run(asyncio.to_thread(time.sleep, FOREVER))
+    asyncio.run(asyncio.to_thread(time.sleep, 15))  # which Python waits for in the end, too
 
 
 def while_pools_wait_for_their_threads() -> None:
