@@ -320,7 +320,7 @@ def _has_no_containers(values: list[Any]) -> bool:
 def _take_apart(value: Any) -> _Parts | None:
     """Take a container apart; return None for a value that is none."""
     kind = type(value)
-    if isinstance(value, dict) and not _hidden_in(value):
+    if isinstance(value, dict) and not _holds_more(value):
         keys, suffixes = _sort_keys(*value)
         return _Parts("dict", suffixes, [value[key] for key in keys])
     if kind in (list, tuple) or hasattr(kind, "n_sequence_fields"):  # what torch.max and its kin return
@@ -337,10 +337,12 @@ def _take_apart(value: Any) -> _Parts | None:
     return None
 
 
-def _hidden_in(value: dict[Any, Any]) -> list[str]:
-    """List the attributes of a dict that are none of its keys; those without a value do not count."""
-    attributes = {} if type(value) in _DICTS else getattr(value, "__dict__", {})
-    return [name for name, attribute in attributes.items() if attribute is not None and name not in value]
+def _holds_more(value: dict[Any, Any]) -> bool:
+    """Return whether a dict of a class of its own has an attribute with a value that is none of its keys."""
+    if type(value) in _DICTS:
+        return False
+    attributes = getattr(value, "__dict__", {})
+    return any(attribute is not None and name not in value for name, attribute in attributes.items())
 
 
 @lru_cache(maxsize=256, typed=True)
