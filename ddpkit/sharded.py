@@ -15,7 +15,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -111,12 +111,15 @@ class Sharded:
         problems = exchange(problem)
         return merge_problems(problems) if any(problems) else ""
 
-    def write(self, pieces: Pieces) -> None:
+    def write(self, pieces: Pieces, check: Callable[[], None]) -> None:
         """Write the file of this rank, as `write_pieces()` does."""
-        write_pieces(self.folder, self._rank, pieces)
+        write_pieces(self.folder, self._rank, pieces, check)
 
-    def wait_for_others(self) -> None:
+    def wait_for_others(self, check: Callable[[], None]) -> None:
         """Wait until the files of all ranks are on the disk, less long when this process is ending.
+
+        Args:
+            check: Raises if nobody waits for the checkpoint any more.
 
         Raises:
             CheckpointError: If a rank could not write its file, or writes nothing for too long.
@@ -124,6 +127,7 @@ class Sharded:
         sizes: dict[str, int] = {}
         since = time.monotonic()
         while True:
+            check()
             now = _sizes_in(self.folder)
             missing = [rank for rank in self._writers if _name_of(rank) not in now]
             if not missing:
@@ -253,20 +257,21 @@ def _check_complete(name: str, layout: Layout) -> None:
         raise CheckpointError(f"{problem}, but its pieces on all ranks have {elements}.")
 
 
-def write_pieces(folder: Path, rank: int, pieces: Pieces) -> None:
+def write_pieces(folder: Path, rank: int, pieces: Pieces, check: Callable[[], None] | None = None) -> None:
     """Write the file of a rank; it gets its name when it is on the disk.
 
     Args:
         folder: The folder of the pieces.
         rank: The rank.
         pieces: The first byte and the values of each piece, in their order in the file.
+        check: Called before each write, and may raise.
 
     Raises:
         CheckpointError: If it cannot be written.
     """
 
     def write(file: BinaryIO) -> None:
-        summed = SummedFile(file)
+        summed = SummedFile(file, check)
         position = 0
         for start, values in pieces:
             data = flat_bytes(values).cpu().numpy()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ..arguments import as_integer
 from ..collectives.consistency import check_fingerprint, fingerprint_of, raise_everywhere
@@ -16,14 +15,14 @@ from ..errors import CheckpointError
 from ..job import current_job
 from ..job.lifecycle import exchange
 from ..launch.ranks import is_main_process
-from .files import dump, write_durably, writing_into
+from .files import writing_into
 from .folder import (
     FolderLock,
+    Writing,
     delete_left_overs,
     find_best,
     find_checkpoints,
     finish_writing,
-    list_and_prune,
     lock_folder,
     name_of,
     step_of,
@@ -31,13 +30,13 @@ from .folder import (
 from .loading import load_file, load_first
 from .saving import (
     Collected,
-    Writing,
     check_equal,
     check_tensors,
     collect,
     merge_problems,
     snapshot,
     try_on_all,
+    write,
 )
 from .states import has_names, sharding
 
@@ -91,7 +90,8 @@ class Checkpointer:
         self.keep = as_integer(keep, "keep")
         self.keep_best = as_integer(keep_best, "keep_best", least=0)
         self._lock: FolderLock | None = None
-        self._writing: Writing | None = None  # on every rank, until its error was raised on all
+        self._writing: Writing | None = None  # until its error was raised on all ranks
+        self._is_shared = False  # other ranks than rank 0 write something, too
         if "torch.distributed.tensor" in sys.modules:
             sharding()  # not first at a save in a hurry
         if self.folder.exists() and not self.folder.is_dir():
@@ -179,19 +179,15 @@ class Checkpointer:
             "names in per_rank": ", ".join(own),
         }
         check_fingerprint(fingerprint_of(call, passed))
-        self._finish()
+        self._wait_for_writing()
         path = self.folder / name_of(step)
         collected = collect(path, step, score, state, own)
         check_equal(state, collected)
         try_on_all(lambda: self._prepare_folder(collected.sharded))
-        writing = try_on_all(lambda: self._writing_of(path, collected, wait))
-        self._writing = writing
-        if self._lock is not None:
-            self._lock.writing = writing
+        try_on_all(lambda: self._start_writing(path, collected, wait))
         if wait:
-            self._finish()
+            self._wait_for_writing()
         else:
-            writing.start()
             current_job.finish_before_leaving(self, self.wait)
         return path
 
@@ -205,7 +201,7 @@ class Checkpointer:
             CheckpointError: On every rank, if the checkpoint could not be written.
         """
         check_fingerprint(fingerprint_of("Checkpointer.wait"))
-        self._finish()
+        self._wait_for_writing()
 
     def load_latest(self, **objects: Any) -> dict[str, Any] | None:
         """Restore the last complete checkpoint, as `load()` does. Collective.
@@ -274,7 +270,7 @@ class Checkpointer:
                     raise TypeError(f"{problem} Plain data comes back in the returned dict.")
         check_fingerprint(fingerprint_of(call, {"names": ", ".join(objects)}))
         try_on_all(lambda: check_tensors(call, objects, {}))
-        self._finish()
+        self._wait_for_writing()
 
     def _prepare_folder(self, sharded: Any) -> None:
         """Lock the folder for this process, and for the rule by which checkpoints are kept, on rank 0."""
@@ -296,51 +292,34 @@ class Checkpointer:
             if sharded is not None:
                 sharded.folder.mkdir()
 
-    def _writing_of(self, path: Path, collected: Collected, wait: bool) -> Writing:
-        """Make the writing of what is this rank's; if nobody waits for it, of a copy."""
-        content, _, sharded = collected
-        pieces = [] if sharded is None else sharded.pieces
-        saved = (content if is_main_process() else None, pieces)
-        get_saved = (lambda: saved) if wait else snapshot(saved)
-        is_shared = sharded is not None
-        return Writing(content["step"], lambda: self._write(path, get_saved(), sharded), is_shared)
-
-    def _write(self, path: Path, saved: tuple[Any, Any], sharded: Any) -> None:
-        """Write what is this rank's; on rank 0 list the checkpoint, and delete those that are not kept.
-
-        Args:
-            path: The checkpoint.
-            saved: Its content, None on ranks other than 0, and this rank's pieces of sharded tensors.
-            sharded: Writes these; None if there are none.
-        """
-        content, pieces = saved
-
-        def write(file: BinaryIO) -> None:
-            dump(content, file)
-            if sharded is not None:
-                sharded.wait_for_others()
-
-        with ExitStack() as undo:
-            if content is not None and sharded is not None:
-                undo.callback(sharded.delete)
-            if pieces:
-                sharded.write(pieces)
-            if content is None:
+    def _start_writing(self, path: Path, collected: Collected, wait: bool) -> None:
+        """Let a thread write what is this rank's; if nobody waits for it, from a copy."""
+        content: dict[str, Any] | None = collected.content
+        sharded = collected.sharded
+        doing = "" if wait else f"Saving step {step_of(path.name)} without waiting failed: "
+        if not is_main_process():
+            content = None
+            if sharded is None:
                 return
-            with writing_into(self.folder):
-                write_durably(path, write)
-            undo.pop_all()
-        pieces_folder = sharded.folder.name if sharded is not None else ""
-        list_and_prune(path, content["score"], self.keep, self.keep_best, pieces_folder)
+        pieces = [] if sharded is None else sharded.pieces
+        get_saved = snapshot((content, pieces), is_copied=not wait)
 
-    def _finish(self) -> None:
-        """Let this job write what it has begun; raise what went wrong, on every rank. Collective."""
+        def write_it(check: Callable[[], None]) -> None:  # while it lasts it keeps `self`, and so the lock
+            write(path, get_saved(), sharded, (self.keep, self.keep_best), check)
+
+        self._writing = Writing(write_it, wait, doing)
+        self._is_shared = sharded is not None
+        if self._lock is not None:
+            self._lock.writing = self._writing
+
+    def _wait_for_writing(self) -> None:
+        """Wait until this job has written what it has begun; raise what went wrong, on every rank. Collective."""
         current_job.finish_before_leaving(self, None)
         writing, self._writing = self._writing, None
         if writing is not None and not is_main_process():
-            writing.finish()  # rank 0 waits for it
+            writing.wait()  # rank 0 waits for it
         problems = [run_on_main(lambda: finish_writing(self.folder, writing))]
-        if writing is not None and writing.is_shared:
+        if writing is not None and self._is_shared:
             problems = exchange(writing.problem)
         if any(problems):
             raise CheckpointError(merge_problems(problems))

@@ -67,13 +67,22 @@ def writing_into(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{problem} Earlier checkpoints are complete.") from error
 
 
-def dump(content: Mapping[str, Any], file: BinaryIO) -> None:
-    """Write a content and its checksum to a file on the disk; raise OSError if the disk does not take it."""
-    summed = SummedFile(file)
+def dump(content: Any, file: BinaryIO, check: Callable[[], None] | None = None) -> None:
+    """Write a content and its checksum to a file on the disk.
+
+    Args:
+        content: What `torch.save` can write.
+        file: The file.
+        check: Called before each write, and may raise.
+
+    Raises:
+        OSError: If the disk does not take it.
+    """
+    summed = SummedFile(file, check)
     try:
         torch.save(content, summed)  # type: ignore[arg-type]
     except RuntimeError as error:
-        # torch makes a RuntimeError of what write() raises, also of an interrupt
+        # torch makes a RuntimeError of what write() raises
         raise error.__context__ or error from None
     summed.end()
 
@@ -135,15 +144,17 @@ def from_bytes(data: bytes) -> Any:
 
 
 class SummedFile:
-    """A file to write to, with the CRC-32 of all that was written."""
+    """A file to write to, with the CRC-32 of all that was written; `check` is called before each write."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, check: Callable[[], None] | None = None) -> None:
         self.file = file
+        self.check = check or (lambda: None)
         self.flush = file.flush
         self._crc = 0
 
     def write(self, data: bytes | memoryview) -> int:
         """Write bytes."""
+        self.check()
         self._crc = zlib.crc32(data, self._crc)
         return self.file.write(data)
 

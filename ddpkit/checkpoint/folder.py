@@ -1,4 +1,4 @@
-"""The checkpoints in a folder: their names and order, the list `latest` of them, and pruning.
+"""The checkpoints in a folder: their names and order, the list `latest`, pruning, and who writes.
 
 The text file `latest` lists what a `Checkpointer` wrote here, the last written first, with scores.
 Nothing else is ever deleted.
@@ -14,15 +14,16 @@ import os
 import re
 import shutil
 import socket
+import threading
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, printable
+from ..errors import CheckpointError, describe_error, message_of, printable
 from .files import write_durably
-from .saving import Writing
 
 Scores = dict[str, float | None]  # by a checkpoint's name, the last written first
 
@@ -180,8 +181,8 @@ def finish_writing(folder: Path, writing: Writing | None = None) -> str:
     """Wait until this process writes no checkpoint into a folder; return what went wrong with one of them."""
     lock = _locks.get(os.path.realpath(folder))
     if lock is not None and lock.writing is not None:
-        lock.writing.finish()
-    return "" if writing is None else writing.finish()
+        lock.writing.wait()
+    return "" if writing is None else writing.wait()
 
 
 class FolderLock:
@@ -224,3 +225,61 @@ class FolderLock:
         """Make the error that names the job which holds the folder."""
         remedy = "Two jobs would mix their checkpoints: give each a folder of its own."
         return CheckpointError(f"Another job ({self._holder()}) {does} {self._folder}. {remedy}")
+
+
+class Writing:
+    """A checkpoint that a thread writes. The process does not end before it, unless it is killed.
+
+    Args:
+        write: Writes what is this rank's. It gets a function that raises if the writing is to end.
+        ends_with_wait: Whether it is to end when somebody who waits for it is interrupted, because
+            it reads states which are changed after.
+        doing: Begins the message of what goes wrong.
+
+    Attributes:
+        problem: What went wrong, when it has ended; "" if nothing did.
+    """
+
+    def __init__(self, write: Callable[[Callable[[], None]], None], ends_with_wait: bool, doing: str) -> None:
+        self.problem = ""
+        self._pid = os.getpid()  # a forked child has no such thread
+        self._ends_with_wait = ends_with_wait
+        self._is_cancelled = False
+        self._ended = threading.Event()
+        thread = threading.Thread(target=self._run, args=(write, doing), name="ddpkit-checkpoint", daemon=False)
+        try:
+            thread.start()
+        except RuntimeError:  # none starts while Python ends
+            self._run(write, doing)
+
+    def wait(self) -> str:
+        """Wait for the thread; return what went wrong, "" if nothing did."""
+        try:
+            if self._pid == os.getpid():
+                # not the thread's own join(), after whose interruption nobody waits for the thread
+                self._ended.wait()
+        except BaseException:
+            self._is_cancelled = self._ends_with_wait
+            raise
+        return self.problem
+
+    def _run(self, write: Callable[[Callable[[], None]], None], doing: str) -> None:
+        try:
+            write(self._check)
+        except Exception as error:
+            self.problem = f"{doing}{explain(error)}"
+            if doing:  # nobody may wait for it
+                _log.error("%s", self.problem)
+        finally:
+            self._ended.set()
+
+    def _check(self) -> None:
+        if self._is_cancelled:
+            raise CheckpointError("The wait for it was interrupted.")
+
+
+def explain(error: Exception, doing: str = "") -> str:
+    """Describe what went wrong; `doing` begins it where the error is none of a checkpoint."""
+    if isinstance(error, CheckpointError):
+        return message_of(error)
+    return f"{doing}{describe_error(error)}"

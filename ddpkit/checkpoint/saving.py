@@ -1,14 +1,12 @@
-"""What the ranks save: collected, compared, copied, and written by a thread if nobody waits."""
+"""What the ranks save: collected, compared, copied and written."""
 
 from __future__ import annotations
 
 import copy
-import logging
-import os
-import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +17,23 @@ from torch.optim import Optimizer
 from ..collectives.differences import differing_parts, explain_sharded, list_lines
 from ..collectives.ops import all_gather_object
 from ..data.seeds import get_rng_state
-from ..errors import CheckpointError, PeerError, describe_error, message_of
+from ..errors import CheckpointError, PeerError
 from ..job import current_job, lifecycle
 from ..job.lifecycle import exchange
 from ..launch.ranks import is_main_process
 from ..parallel.models import strip, without_dtensors, wrapped_paths
 from ..parallel.replicas import gather_unless_equal
-from .files import FORMAT, FORMAT_WITH_PIECES, check_saveable, from_bytes, to_bytes
+from .files import (
+    FORMAT,
+    FORMAT_WITH_PIECES,
+    check_saveable,
+    dump,
+    from_bytes,
+    to_bytes,
+    write_durably,
+    writing_into,
+)
+from .folder import explain, list_and_prune
 from .states import (
     describe,
     digest_leaves,
@@ -39,7 +47,6 @@ from .states import (
 )
 
 T = TypeVar("T")
-_log = logging.getLogger(__name__)
 _CALL = "Checkpointer.save"
 _ADVICE = (
     "Only rank 0's would be written. Make them equal first (BatchNorm's statistics and other "
@@ -65,18 +72,12 @@ def try_on_all(fn: Callable[[], T], doing: str = "") -> T:
     except PeerError:
         raise
     except Exception as error:
-        problem = _explain(error, doing)
+        problem = explain(error, doing)
         cause = error
     problems = exchange(problem)
     if any(problems):
         raise CheckpointError(merge_problems(problems)) from cause
     return value
-
-
-def _explain(error: Exception, doing: str = "") -> str:
-    if isinstance(error, CheckpointError):
-        return message_of(error)
-    return f"{doing}{describe_error(error)}"
 
 
 def merge_problems(problems: list[str]) -> str:
@@ -249,28 +250,33 @@ def _broadcast_buffers(model: Any) -> Iterator[str]:
 
 
 @torch.inference_mode(False)
-def snapshot(content: Any) -> Callable[[], Any]:
-    """Copy a content to the CPU; return, when it may be changed, a function that gives the copy."""
+def snapshot(content: Any, is_copied: bool) -> Callable[[], Any]:
+    """Return a function that gives a content to a thread, when the GPUs have computed it.
+
+    Args:
+        content: What is saved.
+        is_copied: Whether to give a copy on the CPU, so that the content may be changed at once.
+    """
     copies: dict[int, Any] = {}  # of tensors, by id
     by_place: dict[Any, Tensor] = {}  # the same elements have one
     devices = set()
     for _, tensor in tensors_of("", content):
-        if not is_ordinary(tensor) or tensor.is_meta:
+        if tensor.is_cuda:
+            devices.add(tensor.device)
+        if not is_copied or not is_ordinary(tensor) or tensor.is_meta:
             continue
         place = place_of(tensor)
         if place not in by_place:
             by_place[place] = _copy_to_cpu(tensor)
         copies[id(tensor)] = by_place[place]
-        if tensor.is_cuda:
-            devices.add(tensor.device)
-    copied = copy.deepcopy(content, copies)
-    # what is asked of a device later, such as the next step, is done after the copies
+    given = copy.deepcopy(content, copies) if is_copied else content
+    # of this thread's streams; and what is asked of a device later, such as the next step, is done after the copies
     events = [torch.cuda.current_stream(device).record_event() for device in devices]
 
     def get() -> Any:
         for event in events:
             event.synchronize()
-        return copied
+        return given
 
     return get
 
@@ -285,54 +291,41 @@ def _copy_to_cpu(tensor: Tensor) -> Tensor:
     return new.requires_grad_(tensor.requires_grad)
 
 
-# The writing of a checkpoint, by a thread if nobody waits for it.
+# The writing, in a thread of its own.
 
 
-class Writing:
-    """What this rank writes of a checkpoint: a function that is called by a thread, or by who waits for it first.
+def write(
+    path: Path,
+    saved: tuple[dict[str, Any] | None, Any],
+    sharded: Any,
+    keep: tuple[int, int],
+    check: Callable[[], None],
+) -> None:
+    """Write what is this rank's; on rank 0 list the checkpoint, and delete those that are not kept.
 
     Args:
-        step: The checkpoint's.
-        write: Writes it.
-        is_shared: Whether other ranks than rank 0 write something, too.
-
-    Attributes:
-        problem: What went wrong, when it has ended; "" if nothing did.
+        path: The checkpoint.
+        saved: Its content, None on ranks other than 0, and this rank's pieces of sharded tensors.
+        sharded: Writes these; None if there are none.
+        keep: How many checkpoints to keep: the last ones, and the best ones.
+        check: Raises if the writing is to end.
     """
+    content, pieces = saved
 
-    def __init__(self, step: int, write: Callable[[], None], is_shared: bool) -> None:
-        self.step = step
-        self.is_shared = is_shared
-        self.problem = ""
-        self._write: Callable[[], None] | None = write
-        self._ended = threading.Event()
-        self._thread_of = 0  # the process that has one, which a forked child has not
+    def write_content(file: BinaryIO) -> None:
+        dump(content, file, check)
+        if sharded is not None:
+            sharded.wait_for_others(check)
 
-    def start(self) -> None:
-        """Let a thread write. The process does not end before it, unless it is killed."""
-        self._thread_of = os.getpid()
-        threading.Thread(target=self._run, name="ddpkit-checkpoint", daemon=False).start()
-
-    def finish(self) -> str:
-        """Wait for the thread, or write if there is none; return what went wrong, "" if nothing did."""
-        if self._thread_of == os.getpid():
-            # not the thread's own join(), after whose interruption nobody waits for the thread
-            self._ended.wait()
-        elif self._thread_of == 0:
-            self._run()
-        return self.problem
-
-    def _run(self) -> None:
-        write, self._write = self._write, None  # lets go of the content
-        try:
-            if write is not None:
-                write()
-        except PeerError:
-            raise
-        except Exception as error:
-            self.problem = _explain(error)
-            if self._thread_of:
-                self.problem = f"Saving step {self.step} without waiting failed: {self.problem}"
-                _log.error("%s", self.problem)
-        finally:
-            self._ended.set()
+    with ExitStack() as undo:
+        if content is not None and sharded is not None:
+            undo.callback(sharded.delete)
+        if pieces:
+            sharded.write(pieces, check)
+        if content is None:
+            return
+        with writing_into(path.parent):
+            write_durably(path, write_content)
+        undo.pop_all()
+    pieces_folder = sharded.folder.name if sharded is not None else ""
+    list_and_prune(path, content["score"], *keep, pieces_folder)
