@@ -242,6 +242,10 @@ class RankRejoins(DdpkitError):
     """The ranks leave their job to begin anew, with a process that takes the place of a lost one."""
 
 
+# that each rank raises, not one of them and the others a PeerError
+ERRORS_OF_ALL_RANKS = (BadStepError, BarrierTimeoutError, CheckpointError, MismatchError, ReplicaMismatchError)
+
+
 def message_of(error: BaseException, length: int = MESSAGE_LENGTH) -> str:
     """Make the text of an exception, shortened to `length` characters, also where its own `__str__` raises."""
     try:

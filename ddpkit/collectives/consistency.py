@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ..errors import MismatchError, describe_error
 from ..job import current_job, lifecycle
+from ..job.device import control_device_of
 from ..job.job import Peers, group_of, ranks_of, subset_of
 from ..launch import ranks
 from ..parsing import parse
@@ -127,10 +128,9 @@ def communication_device(device: torch.device, peers: Peers | None = None) -> to
 
 def control_device(peers: Peers | None) -> torch.device:
     """Return the device on which small control messages travel: the CPU if the group reaches it, as gloo does."""
-    if peers is None:
-        return current_job.control_device()
-    on_cpu = "cpu:" in dist.get_backend_config(peers.group)
-    return torch.device("cpu") if on_cpu else current_job.get_device()
+    if peers is not None:
+        return control_device_of(dist.get_backend_config(peers.group), current_job.get_device())
+    return torch.device("cpu") if current_job.job is None else current_job.job.control
 
 
 def _sum_over_ranks(block: Numbers, peers: Peers | None) -> None:

@@ -116,13 +116,6 @@ def get_device() -> torch.device:
     return choose_device(None, launch.local_rank or 0, launch.local_world_size or 1)
 
 
-def control_device() -> torch.device:
-    """Return the device on which small control messages travel: the CPU if the group reaches it, as gloo does."""
-    if job is None or job.control is None:
-        return torch.device("cpu")
-    return job.control
-
-
 def data_parallel() -> Peers | None:
     """Return the ranks among which the samples are shared out, this one among them; None if that is all of the job."""
     return job.data_parallel if job is not None and job.is_current() else None

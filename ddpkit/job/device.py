@@ -101,6 +101,12 @@ def default_backend(device: torch.device, shared: bool) -> str:
     return f"cpu:gloo,{device.type}:{native}"
 
 
+def control_device_of(backend: str, device: torch.device) -> torch.device:
+    """Return the device on which small messages travel in a group: the CPU if its backend reaches it, as gloo does."""
+    reaches_cpu = "cpu:" in str(dist.BackendConfig(dist.Backend(backend)))
+    return _CPU if reaches_cpu else device
+
+
 def _count(kind: str) -> int:
     if not hasattr(torch, kind):
         return 0

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # The arguments of `setup()`, checked.
 
 _TIMEOUT = timedelta(minutes=10)
+_CPU = torch.device("cpu")
 ChooseDevice = Callable[[int], str | torch.device]  # by the local rank
 _PLACE = ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes", "master_port")
 
@@ -241,7 +242,7 @@ class Job:
         group: Returns the process group that it belongs to, as long as that lives; one process has none.
         session: Where its ranks meet; one process has none.
         watch: The `WatchThread` by which it hears of failures, of a room that is loaded only where it is asked for.
-        control: The device on which small control messages travel, if that is not the CPU.
+        control: The device on which small control messages travel.
         owns_group: Whether `setup()` made the group.
         hosts_store: Whether this process hosts the store.
         first_hook: The exception hook from before `setup()`.
@@ -261,7 +262,7 @@ class Job:
     group: Callable[[], Any] = no_group
     session: Session | None = None
     watch: Any = None
-    control: torch.device | None = None
+    control: torch.device = _CPU
     owns_group: bool = False
     hosts_store: bool = False
     first_hook: Any = None

@@ -36,7 +36,7 @@ from ..launch.process_tree import agent_of
 from ..parsing import parse
 from ..torch_internals import current_group, group_store, reference
 from . import current_job
-from .device import bind_device, choose_device, default_backend, identity
+from .device import bind_device, choose_device, control_device_of, default_backend, identity
 from .job import ChooseDevice, Job, OpenStore, context_of
 from .refusal import is_child_of_rank, refuse_job
 
@@ -94,8 +94,7 @@ def assemble(job: Job, opened: OpenStore | None = None, lost: Callable[[], str] 
 
     master = f"{opened.address}:{opened.port}" if opened.address else None
     job.context = context_of(job.launch, device, backend, master)
-    if not re.search("gloo|mpi", backend):  # which reach the CPU
-        job.control = device
+    job.control = control_device_of(backend, device)
 
 
 def _backend_of_group() -> str:

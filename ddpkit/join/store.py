@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ..errors import LaunchError
 from ..launch.environment import derive_port
-from ..launch.launch import Launch
+from ..launch.launch import JOB_IDS, Launch
 from ..parsing import refuse_text
 from . import sockets
 
@@ -195,15 +195,6 @@ log = logging.getLogger(__name__)
 _NAME_PATIENCE = 60.0  # seconds: a headless service's name may appear late
 _GREETING = 60.0  # seconds that a store under load may take to answer
 _NEWS = 5.0  # seconds after which a wait for rank 0 is logged
-_JOB_IDS = (  # they differ between the jobs that a launcher runs on one node at a time
-    "OMPI_MCA_ess_base_jobid",
-    "PMIX_NAMESPACE",
-    "PMI_JOBID",
-    "SUBMITIT_LOCAL_JOB_ID",
-    "FLUX_JOB_ID",
-    "LSB_JOBID",
-    "HOROVOD_GLOO_RENDEZVOUS_PORT",
-)
 
 
 class PortTaken(LaunchError):
@@ -243,7 +234,7 @@ def find_master(launch: Launch, timeout: timedelta) -> tuple[dist.Store, str, in
             "host of rank 0 and MASTER_PORT to a free port there: mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29400 ..."
         )
     address = "127.0.0.1"
-    port = derive_port(*(os.environ.get(name, "") for name in _JOB_IDS))
+    port = derive_port(*(os.environ.get(name, "") for name in JOB_IDS))
     return open_store(address, port, launch.rank == 0, timeout), address, port
 
 

@@ -146,3 +146,13 @@ ALLOCATIONS = {
     "NHOSTS": "mpirun",
     "PET_NPROC_PER_NODE": "torchrun",
 }
+# variables that differ between the jobs which a launcher runs on one node at a time
+JOB_IDS = (
+    "OMPI_MCA_ess_base_jobid",
+    "PMIX_NAMESPACE",
+    "PMI_JOBID",
+    "SUBMITIT_LOCAL_JOB_ID",
+    "FLUX_JOB_ID",
+    "LSB_JOBID",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT",
+)

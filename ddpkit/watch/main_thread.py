@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
-from ..errors import BarrierTimeoutError, LaunchError, MismatchError, PeerError, ReplicaMismatchError
+from ..errors import DdpkitError
 from ..join.failures import GRACE
 from ..join.session import Session
 from ..join.sockets import SETTLE
@@ -33,7 +33,6 @@ _ASYNCIO = os.path.join(_PYTHON, "asyncio", "")  # importing it here would take 
 _WAITING = tuple(
     os.path.join(_PYTHON, name) for name in ("concurrent", "multiprocessing", "socketserver", "subprocess")
 )
-_FAILURES = (PeerError, BarrierTimeoutError, LaunchError, MismatchError, ReplicaMismatchError)
 _undisturbed: set[CodeType] = set()
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -164,7 +163,7 @@ class MainThread:
         found: Any = sys._current_exceptions().get(thread)
         error = found[1] if isinstance(found, tuple) else found  # a tuple before Python 3.12
         for failure in _handled_with(error):
-            if isinstance(failure, _FAILURES) and failure._made > self._began:
+            if isinstance(failure, DdpkitError) and failure._made > self._began:
                 is_new = time.monotonic() < failure._made + GRACE
                 return is_new or not _is_leaving(failure, sys._current_frames().get(thread))
         return False

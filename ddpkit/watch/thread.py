@@ -23,15 +23,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
-from ..errors import (
-    BarrierTimeoutError,
-    CheckpointError,
-    DdpkitError,
-    LaunchError,
-    MismatchError,
-    ReplicaMismatchError,
-    describe_error,
-)
+from ..errors import ERRORS_OF_ALL_RANKS, DdpkitError, LaunchError, describe_error
 from ..join.failures import GRACE, Failure
 from ..join.session import Session
 from ..join.sockets import cut
@@ -50,7 +42,7 @@ _TICK_FAILED = 0.05  # the same once a rank has failed
 _IN_WAIT = 0.5  # of ours
 _ELSEWHERE = 0.05  # where torchrun's SIGTERM may come first
 _TOGETHER = 3.0  # for an error that all ranks find, which a busy one finds later
-_OF_ALL = {kind.__name__ for kind in (BarrierTimeoutError, CheckpointError, MismatchError, ReplicaMismatchError)}
+_OF_ALL = {kind.__name__ for kind in ERRORS_OF_ALL_RANKS}
 _EXITING = 60.0  # seconds that a process may take from its exit hooks to its end, before those who wait raise
 _LOOK = 0.3  # seconds in which the store must tell what became of a lost rank, or take it
 _ANSWERS = 1.0  # seconds in which the ranks answer what they are doing

@@ -338,6 +338,14 @@ def handle_the_error_of_a_barrier_for_long() -> None:
         sys.exit(3)
 
 
+def handle_the_error_of_a_checkpoint_for_long() -> None:
+    try:
+        raise ddpkit.CheckpointError("as on all ranks, of which one ends with it")
+    except ddpkit.CheckpointError:
+        handle()
+        sys.exit(3)
+
+
 def handle_in_finally() -> None:
     with contextlib.suppress(ddpkit.PeerError):
         try:
@@ -423,6 +431,7 @@ def handle_and_leave_slowly() -> None:
     [
         handle_for_long,
         handle_the_error_of_a_barrier_for_long,
+        handle_the_error_of_a_checkpoint_for_long,
         handle_in_finally,
         handle_after_teardown,
         handle_around_an_event_loop,
