@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from .collectives.consistency import check_fingerprint, communication_device, fingerprint_of, raise_everywhere
 from .collectives.groups import Group, peers_of
-from .collectives.transfer import as_rows, fingerprint_of_rows, from_rows, gather_rows, tensors_of
+from .collectives.transfer import as_rows, fingerprint_of_rows, from_rows, gather_rows, tensor_leaves
 from .collectives.tree import replace_leaves
 from .job import current_job, lifecycle
 from .job.job import Peers, group_of, ranks_of, subset_of
@@ -74,7 +74,7 @@ def gather_batch(value: T, *, check: bool = True, group: Group | None = None) ->
     peers = current_job.data_parallel() if group is None else peers_of(group)
     call = "gather_batch(value)"
     with raise_everywhere(call, peers):
-        tensors = tensors_of(call, value)
+        tensors = tensor_leaves(call, value)
         for path, tensor in tensors.items():
             if not tensor.dim():
                 raise ValueError(f"{call} joins rows, but {path} has no dimensions. Pass value.unsqueeze(0).")

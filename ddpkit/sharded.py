@@ -79,7 +79,7 @@ class Sharded:
     Args:
         path: The checkpoint.
         tensors: This rank's, by path.
-        described: What `describe()` gave on each rank.
+        described: What `describe_parts()` gave on each rank.
 
     Attributes:
         folder: The folder of the pieces, which no other checkpoint has.
@@ -150,7 +150,7 @@ class Sharded:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def describe(tensors: Mapping[str, Any]) -> dict[str, Any]:
+def describe_parts(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Describe sharded tensors as this rank holds them, in plain data for the other ranks."""
     found = {}
     for name, tensor in tensors.items():
@@ -185,7 +185,7 @@ def lay_out(by_rank: list[dict[str, dict[str, Any]]]) -> dict[str, Layout]:
     """Share out the pieces: each is written once, by the rank with the least to write so far.
 
     Args:
-        by_rank: What `describe()` gave of the tensors on each rank.
+        by_rank: What `describe_parts()` gave of the tensors on each rank.
 
     Raises:
         CheckpointError: If the ranks have other tensors, or pieces of one are missing.

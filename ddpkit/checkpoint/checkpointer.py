@@ -31,9 +31,9 @@ from .loading import load_file, load_first
 from .saving import (
     Collected,
     check_equal,
-    check_tensors,
     collect,
     merge_problems,
+    refuse_sharded,
     snapshot,
     try_on_all,
     write,
@@ -269,7 +269,7 @@ class Checkpointer:
                     problem = f"{name}={target!r} has no load_state_dict()."
                     raise TypeError(f"{problem} Plain data comes back in the returned dict.")
         check_fingerprint(fingerprint_of(call, {"names": ", ".join(objects)}))
-        try_on_all(lambda: check_tensors(call, objects, {}))
+        try_on_all(lambda: refuse_sharded(call, objects, {}))
         self._wait_for_writing()
 
     def _prepare_folder(self, sharded: Any) -> None:

@@ -25,7 +25,7 @@ from .files import FORMAT_WITH_PIECES, read
 from .saving import try_on_all
 from .states import (
     Description,
-    describe,
+    describe_object,
     has_names,
     is_ordinary,
     module_state,
@@ -226,7 +226,7 @@ def _explain_misfits(
     Args:
         objects: The objects, by name.
         states: The states and plain data that are meant for this rank, by name.
-        described: What `describe()` gave for the objects that the states were saved from.
+        described: What `describe_object()` gave for the objects that the states were saved from.
     """
     found = []
     for name, target in objects.items():
@@ -237,7 +237,7 @@ def _explain_misfits(
         if isinstance(target, nn.Module):
             problems = _explain_module(target, states[name])
         else:
-            problems = _explain_kind(describe(target), described[name])
+            problems = _explain_kind(describe_object(target), described[name])
         found += [f"{name} {problem}" for problem in problems]
     return found or _explain_conflicts(objects, states)
 

@@ -35,7 +35,7 @@ from .files import (
 )
 from .folder import explain, list_and_prune
 from .states import (
-    describe,
+    describe_object,
     digest_leaves,
     is_ordinary,
     path_to,
@@ -105,7 +105,7 @@ class Collected(NamedTuple):
     sharded: Any
 
 
-def check_tensors(call: str, of_all: Mapping[str, Any], of_each: Mapping[str, Any]) -> None:
+def refuse_sharded(call: str, of_all: Mapping[str, Any], of_each: Mapping[str, Any]) -> None:
     """Raise CheckpointError if a tensor is spread over the ranks in a way that cannot be saved or loaded.
 
     Args:
@@ -154,13 +154,13 @@ def collect(
     tensors: dict[str, Any] = {}  # the sharded ones, by path
 
     def take() -> tuple[dict[str, Any], bytes]:
-        check_tensors(_CALL, values, own)  # FSDP's state_dict() would communicate
+        refuse_sharded(_CALL, values, own)  # FSDP's state_dict() would communicate
         here = list(values) if is_main_process() else compared
         content = _take_states("state", {name: values[name] for name in here}, tensors)
         mine = _take_states("per_rank", own, None)
         check_saveable({"state": content["state"], "per_rank": mine["per_rank"]})
         mine["rng"] = get_rng_state()
-        mine["sharded"] = sharding().describe(tensors) if tensors else {}
+        mine["sharded"] = sharding().describe_parts(tensors) if tensors else {}
         return {"format": FORMAT, "step": step, "score": score, **content}, to_bytes(mine)
 
     content, mine = try_on_all(take)
@@ -193,7 +193,7 @@ def _take_states(key: str, values: Mapping[str, Any], sharded: dict[str, Any] | 
     found = {} if sharded is None else sharded
     return {
         key: {name: take_out(name, state, found) for name, state in states.items()},
-        "described": {name: describe(value) for name, value in values.items()},
+        "described": {name: describe_object(value) for name, value in values.items()},
     }
 
 

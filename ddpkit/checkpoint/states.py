@@ -22,7 +22,7 @@ from ..collectives.tree import is_dense
 from ..parallel.models import strip, unwrap_model, wrapped_paths
 from ..torch_internals import is_dtensor, module_versions, set_module_versions
 
-Description = tuple[str, list[list[tuple[int, ...]]]]  # of an object: see `describe()`
+Description = tuple[str, list[list[tuple[int, ...]]]]  # of an object: see `describe_object()`
 
 
 def sharding() -> Any:
@@ -211,7 +211,7 @@ def state_for(target: Any, saved: Any) -> Any:
     return state
 
 
-def describe(value: Any) -> Description:
+def describe_object(value: Any) -> Description:
     """Describe an object, so that a load can tell if its state fits another.
 
     Returns:

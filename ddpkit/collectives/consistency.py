@@ -38,7 +38,7 @@ Numbers = np.ndarray[Any, np.dtype[np.float64]]
 _CHECK = 16  # numbers of a block that are the check
 PAYLOAD = 512 - _CHECK  # numbers after them
 _FEW = 4  # ranks that send their blocks to each other, as measured
-_LONG = 1_000_000  # characters of fingerprints that go through the store as they are; of longer ones:
+_LONGEST = 1_000_000  # characters of fingerprints that go through the store as they are; of longer ones:
 _PARTS_SHOWN = 300
 _PART_LENGTH = 300  # characters
 _FIELDS = {"call": str, "parts": dict[str, str], "error": str}
@@ -190,7 +190,7 @@ def _raise_mismatch(fingerprint: str, peers: Peers | None) -> None:
 
 def _shortened(fingerprint: str) -> str:
     """Leave out of a fingerprint too long for the store what no message shows; its hash says if that differs."""
-    if len(fingerprint) < _LONG:
+    if len(fingerprint) < _LONGEST:
         return fingerprint
     fields = json.loads(fingerprint)
     parts = fields["parts"]

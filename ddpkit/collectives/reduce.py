@@ -24,7 +24,7 @@ from .consistency import (
     raise_everywhere,
     reduce_in_place,
 )
-from .tree import Leaf, concatenate, describe, rebuild
+from .tree import Leaf, concatenate, rebuild, take_apart
 
 OPS = ("sum", "mean", "min", "max")
 _EXTREMES = ("min", "max")
@@ -45,7 +45,7 @@ def reduce_tree(value: Any, op: str, weight: Any, check: bool, peers: Peers | No
             raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}.")
         if weight is not None:
             weight = _as_float(weight)
-        described = describe(call, value)
+        described = take_apart(call, value)
         leaves = described.leaves
         if op != "mean":
             _check_ints(leaves, op, world_size)

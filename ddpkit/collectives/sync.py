@@ -228,5 +228,5 @@ def _report_failure(session: Session, key: str, subset: Ranks | None = None) -> 
     try:
         yield
     except BaseException as error:
-        session.meet(key, failure=session.describe(error), ranks=subset)
+        session.meet(key, failure=session.failure_of(error), ranks=subset)
         raise

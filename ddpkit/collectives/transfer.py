@@ -125,7 +125,7 @@ def broadcast_tensor(data: Tensor, src: int, peers: Peers | None = None) -> Tens
 def gather_trees(call: str, value: Any, peers: Peers | None) -> list[Any]:
     """Give every rank the trees of tensors of all ranks. Collective."""
     with raise_everywhere(call, peers):
-        tensors = tensors_of(call, value)
+        tensors = tensor_leaves(call, value)
         for path, tensor in tensors.items():
             if tensor.requires_grad and torch.is_grad_enabled():
                 raise ValueError(
@@ -148,7 +148,7 @@ def gather_objects(call: str, obj: Any, peers: Peers | None = None) -> list[Any]
     return [pickle.loads(part.numpy().data) for (part,) in gathered]
 
 
-def tensors_of(call: str, value: Any) -> dict[str, Tensor]:
+def tensor_leaves(call: str, value: Any) -> dict[str, Tensor]:
     """Return the tensors of a tree by path; refuse what is none.
 
     Raises:

@@ -192,7 +192,7 @@ class Described(NamedTuple):
     back: dict[int, Callable[[Any], Any]]
 
 
-def describe(call: str, value: Any) -> Described:
+def take_apart(call: str, value: Any) -> Described:
     """Describe all that a value is made of: equal on all ranks if they can be combined.
 
     Raises:

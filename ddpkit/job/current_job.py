@@ -24,7 +24,7 @@ job: Job | None = None
 on_join: list[Callable[[], None]] = []
 on_leave: list[Callable[[], None]] = []
 open_stores: dict[Any, Any] = {}  # that this process hosts, to be joined again; by the address that the launcher tells
-start_watch: Any = None  # set by the watch, which is loaded where `setup(watch=True)` finds several ranks
+watch_starter: Any = None  # set by the watch, which is loaded where `setup(watch=True)` finds several ranks
 _batches: deque[Sequence[object]] = deque(maxlen=64)  # samples of those that loaders have handed out last
 
 

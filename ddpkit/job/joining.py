@@ -174,7 +174,7 @@ def _start_watch(
     """Start the watch, unless rank 0 has none."""
     if members.watch_address is not None:
         listens = partial(_listen_for_watches, job.launch, opened)
-        current_job.start_watch(job, session, members, listener, listens)
+        current_job.watch_starter(job, session, members, listener, listens)
 
 
 def _address_of(store: dist.Store) -> tuple[str | None, int | None]:

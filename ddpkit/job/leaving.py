@@ -25,7 +25,7 @@ _REPORT_LENGTH = 100_000  # characters of a message in torchrun's report: a peer
 def publish(error: BaseException, session: Session, watch: Any) -> None:
     """Tell the other ranks that this one is failing, or which peer it fails for, unless they know."""
     if session.failures.known is None:
-        failure = session.describe(error)
+        failure = session.failure_of(error)
         if watch:
             watch.tell(failure)
         session.failures.announce(failure)

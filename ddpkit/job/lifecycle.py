@@ -446,7 +446,7 @@ def _check_thread(job: Job, thread: threading.Thread) -> None:
         f"Thread {thread.name!r} calls a collective, but thread {first.name!r} calls those of this job, and ranks "
         "could not tell which of them meet. Call all of them in one thread, wrap_model() and the first one included."
     )
-    failure = session.describe(error)
+    failure = session.failure_of(error)
     current_job.interrupt(failure)
     job.refused = True
     job.caller = None  # so that no thread calls one any more

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ..errors import LaunchError
 from ..join.rendezvous import Generation, StartedByRank
-from ..join.store import connect, open_store, store_outlives_ranks, wait_for_listener
+from ..join.store import connect_to_store, open_store, store_outlives_ranks, wait_for_listener
 from ..launch.detection import detect_launch
 from ..launch.launch import Launch
 
@@ -104,4 +104,4 @@ def _generation_in(store: dist.Store, deadline: float) -> Generation | None:
 
 def _connect_anew(address: str, port: int, deadline: float) -> dist.Store:
     wait_for_listener(address, port, deadline)
-    return connect(address, port, timedelta(seconds=3))
+    return connect_to_store(address, port, timedelta(seconds=3))

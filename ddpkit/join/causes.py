@@ -22,7 +22,7 @@ from .store import call_with_timeout
 if TYPE_CHECKING:
     from .session import Ranks, Session
 
-_BROKEN = re.compile(  # torch raises plain RuntimeErrors, too
+_TORCH_ERRORS = re.compile(  # torch raises plain RuntimeErrors, too
     r"^\[.*gloo"  # gloo's begin with a source file in brackets, some of them
     r"|^Gloo |^Application timeout caused pair closure"
     r"|NCCL (error|communicator)|ncclRemoteError"
@@ -96,7 +96,7 @@ def is_of_broken_collective(error: BaseException) -> bool:
     """Return whether torch raises such an error where a collective breaks."""
     if not isinstance(error, RuntimeError) or isinstance(error, DdpkitError):
         return False
-    return isinstance(error, dist.DistError) or _BROKEN.search(message_of(error)) is not None
+    return isinstance(error, dist.DistError) or _TORCH_ERRORS.search(message_of(error)) is not None
 
 
 def _compare_places(error: BaseException, place: str, session: Session, ranks: Ranks) -> DdpkitError | None:

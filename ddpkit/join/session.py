@@ -87,7 +87,7 @@ class Session:
         """Return whether this process is the rank, and not a child that was forked from it."""
         return self._pid == os.getpid()
 
-    def describe(self, error: BaseException) -> Failure:
+    def failure_of(self, error: BaseException) -> Failure:
         """Describe an error of this rank for the others."""
         return Failure.of(self.rank, error)
 
@@ -152,13 +152,10 @@ class Session:
         key = self.count(name, ranks)
         mine, answer = f"{key}/from/{self.rank}", f"{key}/answer"
         timeout = timeout or self.timeout
+        host = self.hosts[first]
 
-        def is_there() -> bool | None:
-            return self.store.check([answer]) or None
-
-        def late() -> bool:
-            host = self.hosts[first]
-            raise BarrierTimeoutError(f"{name}: rank {first} ({host}) came, but gave no answer.", [(first, host)], [])
+        def late() -> DdpkitError:
+            return BarrierTimeoutError(f"{name}: rank {first} ({host}) came, but gave no answer.", [(first, host)], [])
 
         with self.bounded(timeout):
             self.store.set(mine, printable(text))
@@ -167,7 +164,7 @@ class Session:
                 texts = read_texts(self.store, [f"{key}/from/{rank}" for rank in everyone])
                 self._used[ranks] += write_long(self.store, answer, _shorten(texts))
                 return texts
-            self.until(is_there, timeout, late)
+            self.wait_for_key(answer, timeout, late)
             return _lengthen(read_long(self.store, answer), name, len(everyone))
 
     def leave(self, linger: bool) -> None:
@@ -227,6 +224,17 @@ class Session:
                 value = ready()  # it may have come meanwhile
                 return late() if value is None else value
             pause()
+
+    def wait_for_key(self, key: str, timeout: timedelta, late: Callable[[], DdpkitError]) -> None:
+        """Wait until a rank has written this key; raise a peer's failure, or `late()` when the time is up."""
+
+        def is_there() -> bool | None:
+            return self.store.check([key]) or None
+
+        def give_up() -> bool:
+            raise late()
+
+        self.until(is_there, timeout, give_up)
 
     @contextmanager
     def bounded(self, timeout: timedelta) -> Iterator[None]:
@@ -296,10 +304,10 @@ def _shorten(texts: list[str]) -> str:
 # the barrier by a flag in the counter. The first of these writes the reason under `why`, and all ranks raise that, also
 # those that come later. Who is missing is found by a roll call: ranks that were waiting when the barrier broke say so.
 
-_BROKEN = 1 << 40  # a flag in the counter
+_BROKEN_FLAG = 1 << 40  # a flag in the counter
 _AT_ONCE = timedelta(seconds=5)  # bound on a wait for a key whose writer is at work
 _ROLL_CALL = 3.0  # seconds in which ranks that have arrived must say so when a barrier has broken
-_LONG = 1.0  # seconds of a wait after which a rank notes where it waits
+_NOTED_AFTER = 1.0  # seconds of a wait after which a rank notes where it waits
 _MISSING = {"missing": [int], "seconds": float, "elsewhere": dict[str, str]}
 
 
@@ -329,10 +337,10 @@ class StoreBarrier:
         count = self._store.add(self.counter, 1)
         if count == len(self._ranks):
             return
-        if count >= _BROKEN:
+        if count >= _BROKEN_FLAG:
             self._explain()
             return
-        self._note_at = time.monotonic() + min(_LONG, self._timeout.total_seconds() / 2)
+        self._note_at = time.monotonic() + min(_NOTED_AFTER, self._timeout.total_seconds() / 2)
         try:
             self._session.until(self._is_complete, self._timeout, self._give_up)
         except BarrierTimeoutError:
@@ -343,7 +351,7 @@ class StoreBarrier:
 
     def call_off(self, failure: Failure) -> None:
         """Tell the others that this rank has failed. It does not arrive, so that nobody finds the barrier complete."""
-        if self._store.add(self.counter, _BROKEN) < 2 * _BROKEN:  # the first reason stands
+        if self._store.add(self.counter, _BROKEN_FLAG) < 2 * _BROKEN_FLAG:  # the first reason stands
             self._store.set(f"{self._key}/why", failure.to_json())
 
     def _is_complete(self) -> bool | None:
@@ -353,7 +361,7 @@ class StoreBarrier:
             self._note_at = math.inf
         left = [rank for rank in self._session.failures.left if rank in self._ranks]
         count = self._store.add(self.counter, 0)  # after the look, because who leaves has arrived before
-        if count >= _BROKEN:
+        if count >= _BROKEN_FLAG:
             self._store.set(self._present(self._session.rank), "")
             return self._explain()
         if not 0 < count <= len(self._ranks):
@@ -368,9 +376,9 @@ class StoreBarrier:
     def _give_up(self) -> bool:
         """Break the barrier, for the time is up."""
         self._store.set(self._present(self._session.rank), "")
-        count = self._store.add(self.counter, _BROKEN)
-        if count < 2 * _BROKEN:
-            missing = self._call_roll(count - _BROKEN)
+        count = self._store.add(self.counter, _BROKEN_FLAG)
+        if count < 2 * _BROKEN_FLAG:
+            missing = self._call_roll(count - _BROKEN_FLAG)
             notes = {f"{rank}": note for rank in missing if (note := self._note_of(rank))}
             why = {"missing": missing, "seconds": self._timeout.total_seconds(), "elsewhere": notes}
             self._store.set(f"{self._key}/why", json.dumps(why))
@@ -397,13 +405,10 @@ class StoreBarrier:
         """Raise why the barrier broke; return True if the last rank came just before somebody gave up."""
         reason = f"{self._key}/why"
 
-        def written() -> bool | None:
-            return self._store.check([reason]) or None
+        def late() -> DdpkitError:
+            return BarrierTimeoutError(f"{self.name}: a rank gave up and ended before it said why.", [], [])
 
-        def late() -> bool:
-            raise BarrierTimeoutError(f"{self.name}: a rank gave up and ended before it said why.", [], [])
-
-        self._session.until(written, _AT_ONCE, late)
+        self._session.wait_for_key(reason, _AT_ONCE, late)
         why = parse(self._store.get(reason), reason, FAILURE, _MISSING)
         if "missing" not in why:
             raise Failure.from_fields(why).to_error()

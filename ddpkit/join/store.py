@@ -220,7 +220,7 @@ def open_store(address: str, port: int, is_host: bool, timeout: timedelta) -> di
     if is_host:
         return _host(address, port, timeout)
     wait_for_listener(address, port, deadline)
-    return connect(address, port, timeout)
+    return connect_to_store(address, port, timeout)
 
 
 def find_master(launch: Launch, timeout: timedelta) -> tuple[dist.Store, str, int]:
@@ -273,7 +273,7 @@ def host_on(host: str) -> dist.TCPStore:
     return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
 
-def connect(address: str, port: int, timeout: timedelta) -> dist.Store:
+def connect_to_store(address: str, port: int, timeout: timedelta) -> dist.Store:
     """Connect to the store at this address.
 
     Raises:

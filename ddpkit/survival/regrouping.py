@@ -29,7 +29,7 @@ from ..join.failures import Failure, JobContinues
 from ..join.rendezvous import Generation
 from ..join.session import Session
 from ..join.sockets import is_listening, probe
-from ..join.store import Pause, call_with_timeout, connect, host_on, reachable
+from ..join.store import Pause, call_with_timeout, connect_to_store, host_on, reachable
 from ..parsing import opened, parse, sealed
 from .membership import Membership
 
@@ -274,7 +274,7 @@ class Rendezvous:
 
     def _ask_leader(self, leader: int, me: Candidate, seconds: float) -> tuple[Quorum, dist.Store]:
         deadline = time.monotonic() + seconds
-        store = connect(*self.addresses[leader], timedelta(seconds=seconds))
+        store = connect_to_store(*self.addresses[leader], timedelta(seconds=seconds))
         place = self.addresses[leader]
         if store.check([_DECIDED]):
             last = self._read_quorum(place, store, _DECIDED)
@@ -514,7 +514,7 @@ class Admission(threading.Thread):
         if self._has_told:
             return
         if self.store is None and is_listening(host, port):
-            _refuse_start(connect(host, port, _PATIENCE), self._membership)
+            _refuse_start(connect_to_store(host, port, _PATIENCE), self._membership)
         elif self.store is not None or self._is_at_master:
             with self._acting:
                 if self._over.is_set():

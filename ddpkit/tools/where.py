@@ -17,8 +17,7 @@ from .. import LaunchError, detect_launch
 from ..join.members import Members
 from ..join.rendezvous import Generation
 from ..join.sockets import connect
-from ..join.store import connect as connect_to_store
-from ..join.store import wait_for_listener
+from ..join.store import connect_to_store, wait_for_listener
 from ..launch.process_tree import environment_of
 from ..parsing import encode
 from ..watch.messages import Activity, Lines, fold, parse

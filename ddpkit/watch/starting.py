@@ -59,16 +59,13 @@ def _watch_address(session: Session, rank: int, timeout: timedelta) -> tuple[str
     """Wait until a rank other than rank 0 has said where its watch listens."""
     key = watch_key(rank)
 
-    def is_there() -> bool | None:
-        return session.store.check([key]) or None
+    def late() -> LaunchError:
+        return LaunchError(f"Rank {rank} ({session.hosts[rank]}) did not open its watch within {timeout}.")
 
-    def late() -> bool:
-        raise LaunchError(f"Rank {rank} ({session.hosts[rank]}) did not open its watch within {timeout}.")
-
-    session.until(is_there, timeout, late)
+    session.wait_for_key(key, timeout, late)
     found = parse(session.store.get(key), key, {"address": tuple[str, int]})
     address, port = found["address"]
     return address, port
 
 
-current_job.start_watch = start_watch
+current_job.watch_starter = start_watch

@@ -29,7 +29,6 @@ from ddpkit.job import refusal as declining
 from ddpkit.join import causes, session, sockets
 from ddpkit.join import members as member
 from ddpkit.survival import membership, regrouping
-from ddpkit.survival import regrouping as admission
 from ddpkit.watch import connections, main_thread, starting, thread
 
 _NEVER = float("inf")
@@ -388,7 +387,7 @@ def put_in_place() -> None:
     session.os = _os
     for kind in (thread.WatchThread, regrouping._Heartbeat, regrouping.Admission):
         kind.start, kind.join, kind.is_alive = _start, _Thread.join, _Thread.is_alive
-    regrouping.connect = admission.connect = declining.connect = connect_to_store
+    regrouping.connect_to_store = declining.connect_to_store = connect_to_store
     membership._ended = _Ended()
     declining.wait_for_listener = _wait_for_listener
     regrouping.reachable = lambda host, port: host if host == "127.0.0.1" else _hostname()

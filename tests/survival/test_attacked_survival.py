@@ -24,7 +24,7 @@ from ddpkit.checkpoint.states import digest_leaves
 from ddpkit.collectives.transfer import broadcast_bytes
 from ddpkit.job.job import Options
 from ddpkit.join.failures import Failure, record_failure
-from ddpkit.join.store import connect
+from ddpkit.join.store import connect_to_store
 from ddpkit.survival.regrouping import Candidate, Rendezvous, host_store
 from ddpkit.survival.states import KeptStates, share_data
 from ddpkit.survival.survive import _Survivors, check_members
@@ -88,7 +88,7 @@ def take_a_place(folder: str, port: int) -> None:
         time.sleep(0.01)
     addresses = json.loads(Path(folder, "found").read_text())["addresses"]
     mine = _place(addresses, folder)
-    job = connect("127.0.0.1", port, SOON)
+    job = connect_to_store("127.0.0.1", port, SOON)
     record_failure(dist.PrefixStore("ddpkit/1", job), Failure(1, "vm", "ValueError", "", ""))
     rendezvous = mine._rendezvous
     assert rendezvous is not None
