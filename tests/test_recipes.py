@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import runpy
@@ -26,8 +27,27 @@ NEEDS = {"logged_metrics": "tensorboard", "logged_to_wandb": "wandb", "metrics_o
 TOLERANCE = {"mixed_precision": 1e-2}  # relative; bfloat16 has three digits
 
 
-def run_recipe(name: str, folder: str) -> None:
-    run_in(str(FOLDER / f"{name}.py"), folder)
+def run_recipe(name: str, folder: str, envs: list[dict[str, str]]) -> None:
+    """Run a recipe in an empty folder on one process, and on some ranks in another, at once.
+
+    They are forked from this process, which has imported for all of them what takes long.
+    """
+    if name in NEEDS:
+        importlib.import_module(NEEDS[name])
+    crew = {}
+    for number, env in enumerate([{}, *envs]):
+        pid = os.fork()
+        if not pid:
+            os.environ.update(env)
+            output = os.open(f"{folder}/{number}", os.O_WRONLY | os.O_CREAT)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            run_in(str(FOLDER / f"{name}.py"), f"{folder}/{'several' if env else 'one'}")
+            return
+        crew[pid] = number
+    for _ in range(len(crew)):
+        pid, status = os.wait()
+        print(crew[pid], "ended with", os.waitstatus_to_exitcode(status))
 
 
 def run_in(path: str, folder: str) -> None:
@@ -35,19 +55,18 @@ def run_in(path: str, folder: str) -> None:
     runpy.run_path(path, run_name="__main__")
 
 
-def play(name: str, ranks: int, folder: Path) -> str:
-    """Run a recipe in an empty folder on so many ranks; return what the main process prints last."""
-    folder.mkdir()
-    envs = [{"OMP_NUM_THREADS": "1"}]
-    if ranks > 1:
-        port = free_port()
-        envs = [platform_env(rank, ranks, port) for rank in range(ranks)]
-    ended = run(run_recipe, envs, name, str(folder))
-    for end in ended:
-        assert end.code == 0, end.output
+def play(name: str, ranks: int, folder: Path) -> tuple[str, str]:
+    """Run a recipe on one process and on so many ranks; return what the main process of each prints last."""
+    for each in ("one", "several"):
+        (folder / each).mkdir()
+    port = free_port()
+    envs = [platform_env(rank, ranks, port) for rank in range(ranks)]
+    (ended,) = run(run_recipe, [{"OMP_NUM_THREADS": "1"}], name, str(folder), envs)
+    alone, main, *others = [(folder / f"{number}").read_text() for number in range(1 + ranks)]
+    assert sorted(ended.output.splitlines()) == [f"{number} ended with 0" for number in range(1 + ranks)], alone + main
     if name != "profiling":  # torch's profiler prints on each rank
-        assert not any(end.output for end in ended[1:]), "only the main process speaks"
-    return ended[0].output.splitlines()[-1]
+        assert not any(others), "only the main process speaks"
+    return alone.splitlines()[-1], main.splitlines()[-1]
 
 
 def number_in(line: str) -> float:
@@ -59,8 +78,7 @@ def number_in(line: str) -> float:
 def test_a_recipe_gives_on_several_ranks_what_it_gives_on_one(name: str, ranks: int, tmp_path: Path) -> None:
     if name in NEEDS and find_spec(NEEDS[name]) is None:
         pytest.skip(f"{NEEDS[name]} is not installed")
-    alone = play(name, 1, tmp_path / "one")
-    together = play(name, ranks, tmp_path / "several")
+    alone, together = play(name, ranks, tmp_path)
     if name not in DEPENDS_ON_RANKS:
         assert number_in(together) == pytest.approx(number_in(alone), rel=TOLERANCE.get(name, 1e-4))
 

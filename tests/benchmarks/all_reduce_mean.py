@@ -10,15 +10,13 @@ that of the call by hand fits in.
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from timing import make_parser, show, take_turns
 from torch import Tensor
 from torch.distributed.nn.functional import all_gather as all_gather_with_gradients
 
@@ -208,38 +206,20 @@ CASES: dict[str, Callable[[], Ways]] = {
 
 def measure(cases: list[str], rounds: int) -> dict[str, dict[str, float]]:
     with ddpkit.distributed():
-        return {case: measure_ways(CASES[case](), rounds) for case in cases}
-
-
-def measure_ways(ways: Ways, rounds: int) -> dict[str, float]:
-    """Return the median of what the slowest rank needs, in seconds."""
-    times: dict[str, list[float]] = {way: [] for way in ways}
-    for call in ways.values():
-        call()
-    for _ in range(rounds):
-        for way, call in ways.items():
-            dist.barrier()
-            start = time.perf_counter()
-            call()
-            times[way].append(time.perf_counter() - start)
-    slowest = ddpkit.all_reduce({way: torch.tensor(taken) for way, taken in times.items()}, "max")
-    return {way: statistics.median(taken.tolist()) for way, taken in slowest.items()}
+        return {case: take_turns(CASES[case](), rounds, warm_up=1) for case in cases}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, 200, "calls of each way")
     parser.add_argument(
         "--ranks", type=int, nargs="+", default=[2], help="numbers of ranks, on this machine, with gloo"
     )
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES, metavar="CASE", help=", ".join(CASES))
-    parser.add_argument("--rounds", type=int, default=200, help="calls of each way")
     args = parser.parse_args()
     for ranks in args.ranks:
         found = ddpkit.spawn(measure, ranks, args.cases, args.rounds)[0]
         for case, medians in found.items():
-            print(f"{case}, {ranks} ranks")
-            for way, seconds in medians.items():
-                print(f"  {way:16} {seconds * 1e6:10,.0f} µs {seconds / medians['by hand']:6.2f} ×", flush=True)
+            show(f"{case}, {ranks} ranks", medians, "by hand")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Two small networks (an actor and a critic, say; each of 75,268 parameters by default) are trained through two DDPs,
 through one DDP over both, by `average_gradients`, and without any communication. All ways take turns, so that all see
-the same load; times are medians, on rank 0.
+the same load; times are medians, of the slowest rank.
 
     python tests/benchmarks/ddp_step.py
     python tests/benchmarks/ddp_step.py --nprocs 3 --width 64 --rounds 500
@@ -10,13 +10,10 @@ the same load; times are medians, on rank 0.
 
 from __future__ import annotations
 
-import argparse
-import random
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
+from timing import make_parser, show, take_turns
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -75,31 +72,21 @@ def make_steps(x: torch.Tensor, width: int) -> dict[str, Callable[[], None]]:
 def measure(width: int, batch_size: int, rounds: int) -> dict[str, float]:
     with ddpkit.distributed(num_threads=1) as ctx:
         steps = make_steps(torch.randn(batch_size, 32, device=ctx.device), width)
-        times: dict[str, list[float]] = {name: [] for name in steps}
-        for i in range(rounds + 10):
-            for name in random.Random(i).sample(list(steps), len(steps)):  # no way always follows the same one
-                ddpkit.barrier()
-                start = time.perf_counter()
-                steps[name]()
-                if i >= 10:  # DDP rebuilds its buckets in the first steps
-                    times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(each) for name, each in times.items()}
+        return take_turns(steps, rounds)  # DDP rebuilds its buckets in the first ones
 
 
 def main() -> None:
     """Measures and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, 200, "timed steps of each way")
     parser.add_argument("--width", type=int, default=256, help="units in each of a network's two hidden layers")
     parser.add_argument("--batch-size", type=int, default=64, help="samples per step, per rank")
-    parser.add_argument("--rounds", type=int, default=200, help="timed steps of each way")
     parser.add_argument("--nprocs", type=int, default=2, help="ranks")
     args = parser.parse_args()
     times = ddpkit.spawn(measure, args.nprocs, args.width, args.batch_size, args.rounds)[0]
     size = sum(p.numel() for p in make_net(args.width).parameters())
     print(f"{args.nprocs} ranks, {size} parameters per net, {args.batch_size} samples per step per rank")
-    for name, seconds in times.items():
-        base = times["one net: torch DDP" if name.startswith("one") else "two nets: two DDPs"]
-        print(f"{name:<28} {1e3 * seconds:7.2f} ms   {seconds / base:5.2f} x")
+    for nets, base in {"one net": "torch DDP", "two nets": "two DDPs"}.items():
+        show(nets, {name.partition(": ")[2]: each for name, each in times.items() if name.startswith(nets)}, base)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 The networks are those of `examples/digits.py` (8 micro-batches of 12 images) and `examples/gpt.py` (6 of 2 windows, of
 64 bytes each). Both ways go through the same micro-batches, up to the gradients of all ranks, without the optimizer.
 Plainly, backward adds up, and `average_gradients` exchanges. They take turns, so that both see the same load; times are
-medians on rank 0, with one thread per rank.
+medians of the slowest rank, with one thread per rank.
 
     python tests/benchmarks/exact_gradients.py
     python tests/benchmarks/exact_gradients.py --nprocs 2 --rounds 100
@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timing import make_parser, show, take_turns
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -57,7 +56,9 @@ def gpt() -> tuple[nn.Module, Callable[..., Tensor], Any]:
     return net, loss_of, ddpkit.make_micro_batch_loader(dataset, 12, 2)
 
 
-def measure(make: Callable[[], tuple[nn.Module, Callable[..., Tensor], Any]], rounds: int) -> tuple[float, float, int]:
+def measure(
+    make: Callable[[], tuple[nn.Module, Callable[..., Tensor], Any]], rounds: int
+) -> tuple[dict[str, float], int]:
     """The medians of a step added up plainly, and of an exact one, in seconds; and the number of parameters."""
     with ddpkit.distributed(num_threads=1):
         ddpkit.seed_everything(0)
@@ -75,30 +76,17 @@ def measure(make: Callable[[], tuple[nn.Module, Callable[..., Tensor], Any]], ro
                 for micro_batch in micro_batches:
                     (loss_of(*micro_batch) / batch.global_batch_size).backward()
 
-        times: dict[Callable[[], None], list[float]] = {plain: [], exact: []}
-        for _ in range(rounds):
-            for step in times:
-                ddpkit.barrier()
-                start = time.perf_counter()
-                step()
-                times[step].append(time.perf_counter() - start)
-        medians = [statistics.median(taken[5:]) for taken in times.values()]
-        return medians[0], medians[1], sum(p.numel() for p in net.parameters())
+        return take_turns({"plain": plain, "exact": exact}, rounds), sum(p.numel() for p in net.parameters())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, 60, "timed steps of each kind")
     parser.add_argument("--nprocs", type=int, nargs="+", default=[1, 2], help="ranks, on this machine, with gloo")
-    parser.add_argument("--rounds", type=int, default=60, help="steps of each kind; the first five do not count")
     args = parser.parse_args()
     for make in (digits, gpt):
         for nprocs in args.nprocs:
-            plain, exact, count = ddpkit.spawn(measure, nprocs, make, args.rounds)[0]
-            print(
-                f"{make.__name__}, {count:,} parameters, ranks: {nprocs}; plain {plain * 1e3:.2f} ms, "
-                f"exact {exact * 1e3:.2f} ms, {exact / plain:.2f} ×",
-                flush=True,
-            )
+            medians, count = ddpkit.spawn(measure, nprocs, make, args.rounds)[0]
+            show(f"{make.__name__}, {count:,} parameters, ranks: {nprocs}", medians, "plain")
 
 
 if __name__ == "__main__":

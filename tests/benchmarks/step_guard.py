@@ -1,7 +1,7 @@
 """What StepGuard costs a training step: next to torch's DDP alone, and to `average_gradients`.
 
 The same network is trained by DDP, by DDP in a StepGuard, by `average_gradients`, and plain in a StepGuard, in turn so
-that all see the same load; times are medians, on rank 0.
+that all see the same load; times are medians, of the slowest rank.
 
     python tests/benchmarks/step_guard.py
     python tests/benchmarks/step_guard.py --width 64 512 --rounds 300
@@ -9,14 +9,11 @@ that all see the same load; times are medians, on rank 0.
 
 from __future__ import annotations
 
-import argparse
-import random
-import statistics
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from timing import make_parser, show, take_turns
 from torch import nn
 
 import ddpkit
@@ -54,29 +51,18 @@ def measure(width: int, rounds: int) -> dict[str, float]:
             "average_gradients": make_step(plain, nullcontext(), x, average=True),
             "plain model, guarded": make_step(plain_guarded, ddpkit.StepGuard(plain_guarded), x, average=False),
         }
-        times: dict[str, list[float]] = {name: [] for name in steps}
-        order = random.Random(0)  # the same on every rank
-        for _ in range(rounds):
-            for name in order.sample(list(steps), len(steps)):
-                ddpkit.barrier()
-                start = time.perf_counter()
-                steps[name]()
-                times[name].append(time.perf_counter() - start)
-        return {name: statistics.median(taken[10:]) for name, taken in times.items()}
+        return take_turns(steps, rounds)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, 200, "timed steps of each kind")
     parser.add_argument("--nprocs", type=int, default=2, help="ranks, on this machine, with gloo")
     parser.add_argument("--width", type=int, nargs="+", default=[64, 256, 1024], help="of the hidden layer")
-    parser.add_argument("--rounds", type=int, default=200, help="steps of each kind; the first ten do not count")
     args = parser.parse_args()
     for width in args.width:
         medians = ddpkit.spawn(measure, args.nprocs, width, args.rounds)[0]
         count = sum(p.numel() for p in make_net(width).parameters())
-        print(f"{count:,} parameters, {args.nprocs} ranks")
-        for name, seconds in medians.items():
-            print(f"  {name:22} {seconds * 1e6:9,.0f} µs {seconds / medians['DDP']:6.2f} ×", flush=True)
+        show(f"{count:,} parameters, {args.nprocs} ranks", medians, "DDP")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import on_ranks, same
-from processes import free_port, launch, platform_env, run
+from processes import free_port, platform_env, run
 from runs import files_in
 from torch import nn
 
@@ -430,21 +429,3 @@ def test_a_tensor_of_which_pieces_are_missing_is_not_saved() -> None:
     half = {"x": {"dtype": torch.float32, "shape": [4], "boxes": [([0], [2])]}}
     with pytest.raises(CheckpointError, match="x has 4 elements, but its pieces on all ranks have 2"):
         lay_out([half, half])
-
-
-PROGRAM = """
-import sys, torch, ddpkit
-checkpoints = ddpkit.Checkpointer(sys.argv[1])
-model = torch.nn.Linear(1, 1)
-checkpoints.save(1, model=model)
-checkpoints.load_latest(model=model)
-assert "ddpkit.sharded" not in sys.modules
-import torch.distributed.tensor
-ddpkit.Checkpointer(sys.argv[1])
-assert "ddpkit.sharded" in sys.modules
-"""
-
-
-def test_what_only_sharded_tensors_need_is_loaded_with_the_first_of_them_at_the_latest(tmp_path: Path) -> None:
-    (ended,) = launch([sys.executable, "-c", PROGRAM, str(tmp_path)])
-    assert ended.code == 0, ended.output

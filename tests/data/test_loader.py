@@ -397,6 +397,12 @@ def test_an_iterator_that_was_left_counts_nothing_anymore():
         new = iter(loader)
     next(new), next(new), list(old)
     assert (loader.epoch, loader.state_dict()["consumed"]) == (1, 8)
+    loader = make_loader(range(20), 4)
+    old = iter(loader)
+    next(old)
+    loader.set_epoch(0)  # of the same epoch
+    next(iter(loader)), list(old)
+    assert (loader.epoch, loader.state_dict()["consumed"]) == (0, 4)
 
 
 class Lazy:
@@ -511,16 +517,6 @@ def test_persistent_workers_serve_one_loop_at_a_time():
             for _ in zip(loader, loader, strict=True):
                 pass
         assert len(list(loader)) == 12  # the next loop is whole
-
-
-def test_an_iterator_of_the_same_epoch_that_was_left_counts_nothing_anymore():
-    loader = make_loader(range(20), 4)
-    old = iter(loader)
-    next(old)
-    loader.set_epoch(0)
-    new = iter(loader)
-    next(new), list(old)
-    assert (loader.epoch, loader.state_dict()["consumed"]) == (0, 4)
 
 
 def resumed_at(n, batch_size, consumed, **options):

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from starting import Crew
 
 _ENOUGH = 420.0  # seconds after which no further check begins
 _begun = pytest.StashKey[float]()
+_EACH = pytest.param(None, marks=pytest.mark.gpus(2), id="one on each")
 _COLUMNS = ("check", "result", "seconds", "reason, or what was measured")
 
 
@@ -75,6 +77,24 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def device(pytestconfig: pytest.Config) -> str:
     """Return the kind of device that the checks are about."""
     return str(pytestconfig.getoption("--device"))
+
+
+@pytest.fixture(params=[pytest.param(1, id="one"), pytest.param(2, id="two on it"), _EACH])
+def crew(request: pytest.FixtureRequest, device: str) -> Crew:
+    """Return one rank, two that share the device, and one on each device."""
+    return Crew(device, request.param)
+
+
+@pytest.fixture(params=[pytest.param(2, id="two on it"), _EACH])
+def several_ranks(request: pytest.FixtureRequest, device: str) -> Crew:
+    """Return two ranks that share the device, and one on each device."""
+    return Crew(device, request.param)
+
+
+@pytest.fixture(params=[pytest.param(1, id="one"), _EACH])
+def ranks_over_nccl(request: pytest.FixtureRequest, device: str) -> Crew:
+    """Return one rank, and one on each device: NCCL refuses those that share one."""
+    return Crew(device, request.param)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

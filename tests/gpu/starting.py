@@ -21,6 +21,25 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 _TIMEOUT = timedelta(seconds=40)  # of the ranks' waits
 
 
+class Crew:
+    """Ranks that a check looks at: so many that share one device, or one on each device, on the CPU two.
+
+    Attributes:
+        device: The kind of device.
+        size: The number of ranks.
+    """
+
+    def __init__(self, device: str, sharing: int | None) -> None:
+        self.device, self.size = device, sharing or several()
+        self._share = sharing is not None
+
+    def __call__(self, fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        """Call `fn(*args)` on each; return the results by rank."""
+        if self._share:
+            return on_one_device(fn, self.size, self.device, *args, **options)
+        return on_a_gpu_each(fn, *args, **options)
+
+
 def on_one_device(
     fn: Callable[..., Any], nprocs: int, device: str, *args: Any, timeout: float = 60.0, fresh: bool = False
 ) -> list[Any]:

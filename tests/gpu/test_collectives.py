@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from starting import on_a_gpu_each, on_one_device, several, wait_for
+from starting import Crew, on_one_device, several, wait_for
 from torch import Tensor
 
 import ddpkit
@@ -64,13 +64,8 @@ def compare_with_cpu() -> list[str]:
     return wrong
 
 
-def test_tensors_of_each_dtype_give_what_they_give_on_the_cpu(device: str) -> None:
-    assert on_one_device(compare_with_cpu, 2, device) == [[], []]
-
-
-@pytest.mark.gpus(2)
-def test_tensors_of_each_dtype_give_that_over_nccl_too() -> None:
-    assert [wrong for ranks_wrong in on_a_gpu_each(compare_with_cpu) for wrong in ranks_wrong] == []
+def test_tensors_of_each_dtype_give_what_they_give_on_the_cpu(several_ranks: Crew) -> None:
+    assert several_ranks(compare_with_cpu) == [[]] * several_ranks.size
 
 
 def reduce_mixed_values() -> Any:
@@ -81,29 +76,17 @@ def reduce_mixed_values() -> Any:
         "many": torch.full((MANY,), float(rank), device=device, dtype=torch.float16),
         "host": [rank, torch.tensor([float(rank)])],
     }
-    means = ddpkit.all_reduce_mean(value, weight=3 - 2 * rank)
+    means = ddpkit.all_reduce_mean(value, weight=1 if rank else 3)
     assert means["loss"].device == means["many"].device == device
     assert means["host"][1].device.type == "cpu"
     return [means["loss"].item(), means["many"][-1].item(), means["host"][0], means["host"][1].item()]
 
 
-def test_nested_values_may_be_on_the_device_and_on_the_cpu(device: str) -> None:
-    assert on_one_device(reduce_mixed_values, 2, device) == [[2.25, 0.25, 0.25, 0.25]] * 2
-
-
-@pytest.mark.gpus(2)
-def test_nested_values_may_be_on_both_over_nccl() -> None:
-    first, *others = on_a_gpu_each(reduce_weighted_by_one)
-    assert all(other == first for other in others)
-
-
-def reduce_weighted_by_one() -> list[float]:
-    """Return means of numbers of the device and of the CPU that a rank's number makes."""
-    rank, device = float(ddpkit.get_rank()), ddpkit.get_device()
-    means = ddpkit.all_reduce_mean({"device": torch.tensor([rank], device=device), "number": rank}, weight=1)
-    expected = (ddpkit.get_world_size() - 1) / 2
-    assert means["device"].item() == means["number"] == pytest.approx(expected)
-    return [means["device"].item(), means["number"]]
+def test_nested_values_may_be_on_the_device_and_on_the_cpu(several_ranks: Crew) -> None:
+    n = several_ranks.size
+    mean = n * (n - 1) / 2 / (n + 2)  # the first rank weighs three
+    expected = pytest.approx([2 + mean, mean, mean, mean], rel=1e-3)
+    assert several_ranks(reduce_mixed_values) == [expected] * n
 
 
 def gather() -> list[Any]:
@@ -131,15 +114,8 @@ def expected_from_gathering(n: int) -> list[Any]:
     return [[[rank] * (rank + 1) for rank in ranks], ranks, ([0.0], "rank 0"), [0, 10, 20, 30, 40], ranks]
 
 
-@pytest.mark.parametrize("nprocs", [1, 2])
-def test_tensors_of_the_device_are_gathered_and_broadcast(nprocs: int, device: str) -> None:
-    assert on_one_device(gather, nprocs, device) == [expected_from_gathering(nprocs)] * nprocs
-
-
-@pytest.mark.gpus(2)
-def test_tensors_are_gathered_and_broadcast_over_nccl() -> None:
-    found = on_a_gpu_each(gather)
-    assert found == [expected_from_gathering(len(found))] * len(found)
+def test_tensors_of_the_device_are_gathered_and_broadcast(crew: Crew) -> None:
+    assert crew(gather) == [expected_from_gathering(crew.size)] * crew.size
 
 
 def gather_with(backend: str) -> list[Any]:
@@ -191,16 +167,9 @@ def differ() -> list[str]:
     return found
 
 
-def test_ranks_with_different_tensors_get_an_error(device: str) -> None:
+def test_ranks_with_different_tensors_get_an_error(several_ranks: Crew, device: str) -> None:
     expected = ["shape", "dtype", "device"] if device == "cuda" else ["shape", "dtype"]
-    assert on_one_device(differ, 2, device) == [expected] * 2
-
-
-@pytest.mark.gpus(2)
-def test_ranks_with_different_tensors_get_an_error_over_nccl(device: str) -> None:
-    expected = ["shape", "dtype", "device"] if device == "cuda" else ["shape", "dtype"]
-    found = on_a_gpu_each(differ)
-    assert found == [expected] * len(found)
+    assert several_ranks(differ) == [expected] * several_ranks.size
 
 
 def time_means() -> dict[str, float]:
@@ -243,14 +212,8 @@ def write_times(times: dict[str, float]) -> str:
     return ", ".join(f"{name} {microseconds:.0f} us" for name, microseconds in times.items())
 
 
-def test_the_cost_of_the_check_where_ranks_share_the_device(device: str, record_property: Any) -> None:
-    first, _ = on_one_device(time_means, 2, device)
-    record_property("measured", f"{ELEMENTS} floats: {write_times(first)}")
-
-
-@pytest.mark.gpus(2)
-def test_the_cost_of_the_check_over_nccl(record_property: Any) -> None:
-    first, *_ = on_a_gpu_each(time_means)
+def test_the_cost_of_the_check(several_ranks: Crew, record_property: Any) -> None:
+    first, *_ = several_ranks(time_means)
     record_property("measured", f"{ELEMENTS} floats: {write_times(first)}")
 
 
@@ -267,15 +230,9 @@ def reduce_unwatched() -> list[float]:
 
 
 @pytest.mark.cuda
-def test_without_the_check_the_host_does_not_wait_for_the_device(device: str) -> None:
-    assert on_one_device(reduce_unwatched, 1, device) == [[0.0]]  # with gloo it would
-
-
-@pytest.mark.gpus(2)
-@pytest.mark.cuda
-def test_without_the_check_the_host_does_not_wait_over_nccl() -> None:
-    found = on_a_gpu_each(reduce_unwatched)
-    assert found == [[(len(found) - 1) / 2]] * len(found)
+def test_without_the_check_the_host_does_not_wait_for_the_device(ranks_over_nccl: Crew) -> None:
+    n = ranks_over_nccl.size
+    assert ranks_over_nccl(reduce_unwatched) == [[(n - 1) / 2]] * n  # with gloo it would
 
 
 def reduce_under_a_default_device() -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from starting import TORCHRUN, first_of, on_a_gpu_each, on_one_device, run, several
+from starting import TORCHRUN, Crew, first_of, on_a_gpu_each, on_one_device, run, several
 
 import ddpkit
 from ddpkit.testing import on_ranks
@@ -41,9 +41,8 @@ def use_torch() -> list[float]:
     return [on_device.sum().item(), on_cpu.sum().item()]
 
 
-@pytest.mark.parametrize("nprocs", [1, 2])
-def test_the_group_carries_tensors_of_the_device_and_of_the_cpu(nprocs: int, device: str) -> None:
-    assert on_one_device(use_torch, nprocs, device) == [[3.0 * nprocs] * 2] * nprocs
+def test_the_group_carries_tensors_of_the_device_and_of_the_cpu(crew: Crew) -> None:
+    assert crew(use_torch) == [[3.0 * crew.size] * 2] * crew.size
 
 
 def test_two_ranks_that_name_one_device_share_it_over_gloo(device: str) -> None:
@@ -89,16 +88,6 @@ def test_a_device_without_an_index_is_that_of_the_local_rank(device: str) -> Non
     assert on_ranks(join_on, 1, device, join=False) == [{"cuda": "cuda:0", "cpu": "cpu"}[device]]
 
 
-def join_by_function(device: str) -> tuple[str, str | None, int]:
-    with ddpkit.distributed(device=lambda local_rank: device):
-        return describe()
-
-
-def test_a_function_of_the_local_rank_may_choose_the_device(device: str) -> None:
-    found = on_ranks(join_by_function, 2, first_of(device), join=False)
-    assert [(name, backend) for name, backend, _ in found] == [(first_of(device), "gloo")] * 2
-
-
 @pytest.mark.cuda
 @pytest.mark.gpus(2)
 def test_ranks_that_see_only_a_gpu_of_their_own_have_nccl() -> None:
@@ -111,12 +100,6 @@ def test_ranks_that_see_only_a_gpu_of_their_own_have_nccl() -> None:
 def test_each_rank_has_the_gpu_of_its_local_rank() -> None:
     expected = [(f"cuda:{rank}", "cpu:gloo,cuda:nccl", rank) for rank in range(several())]
     assert on_a_gpu_each(describe) == expected
-
-
-@pytest.mark.gpus(2)
-def test_ranks_on_a_device_each_add_up() -> None:
-    n = several()
-    assert on_a_gpu_each(use_torch) == [[3.0 * n] * 2] * n
 
 
 @pytest.mark.cuda
@@ -164,15 +147,11 @@ def test_the_doctor_lets_two_processes_meet_on_the_device(device: str) -> None:
     assert "the mean of the ranks' numbers is 0.5" in checks["collective"]["found"]
 
 
-def test_the_doctor_examines_a_job_of_one_rank(device: str) -> None:
-    checks = examine([*TORCHRUN, "--nproc_per_node=1"])
-    assert ("nccl" in checks["join"]["found"]) == (device == "cuda")
-
-
-@pytest.mark.gpus(2)
-def test_the_doctor_examines_a_job_on_all_gpus() -> None:
-    checks = examine([*TORCHRUN, f"--nproc_per_node={several()}"])
-    assert f"{several()} ranks" in checks["join"]["found"]
+@pytest.mark.parametrize("nprocs", [1, pytest.param(several(), marks=pytest.mark.gpus(2))])
+def test_the_doctor_examines_a_job(nprocs: int, device: str) -> None:
+    found = examine([*TORCHRUN, f"--nproc_per_node={nprocs}"])["join"]["found"]
+    assert ("nccl" in found) == (device == "cuda")
+    assert nprocs == 1 or f"{nprocs} ranks" in found
 
 
 def measure(flags: str) -> list[dict[str, Any]]:
@@ -181,16 +160,9 @@ def measure(flags: str) -> list[dict[str, Any]]:
     return list(read_json(run(command))["results"])
 
 
-def test_the_benchmark_measures_ranks_that_share_the_device(device: str, record_property: Any) -> None:
-    results = measure(f"--ranks 2 --device {first_of(device)}")
-    texts = [f"{result['name']} {1e6 * result['seconds']:.0f} us" for result in results]
-    assert texts
-    record_property("measured", ", ".join(texts))
-
-
-@pytest.mark.gpus(2)
-def test_the_benchmark_measures_collectives_between_devices(record_property: Any) -> None:
-    results = measure(f"--ranks {several()}")
+@pytest.mark.parametrize("shared", [True, pytest.param(False, marks=pytest.mark.gpus(2))])
+def test_the_benchmark_measures_ranks(shared: bool, device: str, record_property: Any) -> None:
+    results = measure(f"--ranks 2 --device {first_of(device)}" if shared else f"--ranks {several()}")
     texts = [f"{result['name']} {1e6 * result['seconds']:.0f} us" for result in results]
     assert texts
     record_property("measured", ", ".join(texts))

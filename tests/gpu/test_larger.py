@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from starting import on_a_gpu_each, on_one_device, wait_for
+from starting import Crew, on_a_gpu_each, on_one_device, wait_for
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -149,15 +149,8 @@ def expected_over_a_mesh(n: int) -> list[list[Any]]:
     return [[*shared, [float(rank)] * 3, list(range(n))] for rank in range(n)]
 
 
-@pytest.mark.parametrize("nprocs", [1, 2])
-def test_values_are_exchanged_over_a_mesh_of_devices(nprocs: int, device: str) -> None:
-    assert on_one_device(exchange_over_a_mesh, nprocs, device) == expected_over_a_mesh(nprocs)
-
-
-@pytest.mark.gpus(2)
-def test_values_are_exchanged_over_a_mesh_over_nccl() -> None:
-    found = on_a_gpu_each(exchange_over_a_mesh)
-    assert found == expected_over_a_mesh(len(found))
+def test_values_are_exchanged_over_a_mesh_of_devices(crew: Crew) -> None:
+    assert crew(exchange_over_a_mesh) == expected_over_a_mesh(crew.size)
 
 
 def make_large_state() -> dict[str, Any]:

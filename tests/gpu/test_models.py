@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from starting import on_a_gpu_each, on_one_device
+from starting import Crew, on_one_device
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -69,18 +69,12 @@ def on_one_process(normalise: bool = False) -> Any:
     return pytest.approx(weights, **CLOSE)
 
 
-def test_two_ranks_that_share_the_device_train_what_one_process_trains(device: str) -> None:
-    assert on_one_device(train_wrapped, 2, device) == [on_one_process()] * 2
+def test_several_ranks_train_what_one_process_trains(several_ranks: Crew) -> None:
+    assert several_ranks(train_wrapped) == [on_one_process()] * several_ranks.size
 
 
 def test_ddp_on_one_rank_trains_that_over_nccl(device: str) -> None:
     assert on_one_device(train_wrapped, 1, device, "ddp") == [on_one_process()]
-
-
-@pytest.mark.gpus(2)
-def test_a_rank_on_each_device_trains_that() -> None:
-    found = on_a_gpu_each(train_wrapped)
-    assert found == [on_one_process()] * len(found)
 
 
 def train_with_sync_batchnorm() -> list[float]:
@@ -88,15 +82,8 @@ def train_with_sync_batchnorm() -> list[float]:
 
 
 @pytest.mark.cuda
-def test_sync_batchnorm_takes_statistics_of_all_ranks_that_share_the_device(device: str) -> None:
-    assert on_one_device(train_with_sync_batchnorm, 2, device) == [on_one_process(normalise=True)] * 2
-
-
-@pytest.mark.cuda
-@pytest.mark.gpus(2)
-def test_sync_batchnorm_takes_statistics_of_all_ranks_over_nccl() -> None:
-    found = on_a_gpu_each(train_with_sync_batchnorm)
-    assert found == [on_one_process(normalise=True)] * len(found)
+def test_sync_batchnorm_takes_statistics_of_all_ranks(several_ranks: Crew) -> None:
+    assert several_ranks(train_with_sync_batchnorm) == [on_one_process(normalise=True)] * several_ranks.size
 
 
 def contrast(net: nn.Module, inputs: Tensor) -> Tensor:
@@ -134,42 +121,16 @@ def contrast_on_one_process() -> list[float]:
 
 
 @pytest.mark.parametrize("compiles", [False, True])
-@pytest.mark.parametrize("nprocs", [1, 2])
-def test_a_contrastive_loss_trains_what_one_process_trains(nprocs: int, compiles: bool, device: str) -> None:
+def test_a_contrastive_loss_trains_what_one_process_trains(crew: Crew, compiles: bool) -> None:
     expected = pytest.approx(contrast_on_one_process(), **CLOSE)
-    found = on_one_device(train_contrastively, nprocs, device, "ddp", "float64", compiles, timeout=120.0)
-    assert found == [expected] * nprocs
+    found = crew(train_contrastively, "ddp", "float64", compiles, timeout=120.0)
+    assert found == [expected] * crew.size
 
 
 def test_a_contrastive_loss_under_autocast_is_near_that(device: str) -> None:
     expected = pytest.approx(contrast_on_one_process(), abs=0.01)
     found = on_one_device(train_contrastively, 2, device, "auto", "bfloat16", False)
     assert found == [expected] * 2
-
-
-@pytest.mark.gpus(2)
-def test_a_contrastive_loss_trains_that_over_nccl() -> None:
-    expected = pytest.approx(contrast_on_one_process(), **CLOSE)
-    found = on_a_gpu_each(train_contrastively, "auto", "float64", False)
-    assert found == [expected] * len(found)
-
-
-def back_twice() -> str:
-    """Run two forwards and then two backwards; return the error."""
-    net = ddpkit.wrap_model(make_net(), "ddp")
-    inputs = make_batches()[0].to(ddpkit.get_device())
-    one, other = net(inputs), net(inputs)
-    one.sum().backward()
-    try:
-        other.sum().backward()
-    except ddpkit.DdpkitError as error:
-        return str(error)
-    return ""
-
-
-def test_a_second_backward_on_the_device_raises(device: str) -> None:
-    for said in on_one_device(back_twice, 2, device):
-        assert "second backward after a forward" in said
 
 
 def train_plain(average: str) -> list[float]:
@@ -189,15 +150,8 @@ def train_plain(average: str) -> list[float]:
 
 
 @pytest.mark.parametrize("average", ["average_gradients", "averaging"])
-def test_gradients_of_plain_models_are_averaged(average: str, device: str) -> None:
-    assert on_one_device(train_plain, 2, device, average) == [on_one_process()] * 2
-
-
-@pytest.mark.gpus(2)
-@pytest.mark.parametrize("average", ["average_gradients", "averaging"])
-def test_gradients_of_plain_models_are_averaged_between_devices(average: str) -> None:
-    found = on_a_gpu_each(train_plain, average)
-    assert found == [on_one_process()] * len(found)
+def test_gradients_of_plain_models_are_averaged(average: str, several_ranks: Crew) -> None:
+    assert several_ranks(train_plain, average) == [on_one_process()] * several_ranks.size
 
 
 def train_in_half_precision() -> tuple[list[float], float, bool]:
@@ -225,21 +179,12 @@ def train_in_half_precision() -> tuple[list[float], float, bool]:
     return weights.tolist(), scaler.get_scale(), bool(weights.isfinite().all())
 
 
-def check_half_precision(found: list[tuple[list[float], float, bool]]) -> None:
-    _, scale, finite = found[0]
+def test_the_fp16_scaler_leaves_out_the_same_steps_on_every_rank(crew: Crew) -> None:
+    first, *others = crew(train_in_half_precision)
+    _, scale, finite = first
     assert finite
     assert scale < 2.0**24  # steps with infinite gradients were left out, on every rank
-    assert all(other == found[0] for other in found)
-
-
-@pytest.mark.parametrize("nprocs", [1, 2])
-def test_the_fp16_scaler_leaves_out_the_same_steps_on_every_rank(nprocs: int, device: str) -> None:
-    check_half_precision(on_one_device(train_in_half_precision, nprocs, device))
-
-
-@pytest.mark.gpus(2)
-def test_the_fp16_scaler_leaves_out_the_same_steps_over_nccl() -> None:
-    check_half_precision(on_a_gpu_each(train_in_half_precision))
+    assert others == [first] * len(others)
 
 
 def train_compiled(strategy: str, mode: str | None) -> list[float]:
@@ -249,22 +194,14 @@ def train_compiled(strategy: str, mode: str | None) -> list[float]:
     return train(net, step_by_sgd)
 
 
-@pytest.mark.parametrize("nprocs", [1, 2])
-def test_a_compiled_model_trains_the_same(nprocs: int, device: str) -> None:
-    found = on_one_device(train_compiled, nprocs, device, "ddp", None, timeout=150.0)
-    assert found == [on_one_process()] * nprocs
+def test_a_compiled_model_trains_the_same(crew: Crew) -> None:
+    assert crew(train_compiled, "ddp", None, timeout=150.0) == [on_one_process()] * crew.size
 
 
 @pytest.mark.cuda
 def test_a_compiled_model_with_cuda_graphs_trains_the_same(device: str) -> None:
     found = on_one_device(train_compiled, 1, device, "auto", "reduce-overhead", timeout=150.0)
     assert found == [on_one_process()]
-
-
-@pytest.mark.gpus(2)
-def test_a_compiled_model_trains_the_same_over_nccl() -> None:
-    found = on_a_gpu_each(train_compiled, "ddp", None, timeout=150.0)
-    assert found == [on_one_process()] * len(found)
 
 
 _WARM_UP = 11  # steps that DDP needs before it can be captured
@@ -329,14 +266,8 @@ def step_unwatched() -> bool:
 
 
 @pytest.mark.cuda
-def test_a_training_step_does_not_wait_for_the_device(device: str) -> None:
-    assert on_one_device(step_unwatched, 1, device) == [True]
-
-
-@pytest.mark.cuda
-@pytest.mark.gpus(2)
-def test_a_training_step_does_not_wait_for_the_device_over_nccl() -> None:
-    assert all(on_a_gpu_each(step_unwatched))
+def test_a_training_step_does_not_wait_for_the_device(ranks_over_nccl: Crew) -> None:
+    assert all(ranks_over_nccl(step_unwatched))
 
 
 def use_data_parallel(gpus: str | None) -> str:
@@ -364,28 +295,6 @@ def test_data_parallel_on_one_device_is_refused() -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     (found,) = on_ranks(use_data_parallel, 1, visible, join=False, fresh=True)  # which has not touched a GPU yet
     assert "strategy='dp' is for 1 process on several GPUs" in found
-
-
-def differ_in_a_bit() -> str:
-    """Change one bit of the model on the last rank; return what `check_replicas` says."""
-    net = ddpkit.wrap_model(make_net())
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
-    net(torch.ones(2, 4, dtype=torch.float64, device=ddpkit.get_device())).sum().backward()
-    optimizer.step()
-    ddpkit.check_replicas(net, optimizer)
-    if ddpkit.get_rank() == ddpkit.get_world_size() - 1:
-        first = next(iter(optimizer.state.values()))
-        first["exp_avg"].view(torch.int64).flatten()[0] += 1
-    try:
-        ddpkit.check_replicas(net, optimizer)
-    except ddpkit.ReplicaMismatchError as error:
-        return str(error)
-    return "no difference found"
-
-
-def test_one_bit_that_differs_on_the_device_is_found(device: str) -> None:
-    for found in on_one_device(differ_in_a_bit, 2, device):
-        assert "exp_avg" in found
 
 
 def train_exactly(strategy: str) -> list[float]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from starting import on_a_gpu_each, on_one_device
+from starting import Crew, on_one_device
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import Dataset
@@ -58,17 +58,9 @@ def draw(per_rank: bool) -> list[float]:
     return torch.rand(3, device=ddpkit.get_device()).tolist()
 
 
-def test_seeds_reach_the_generator_of_the_device(device: str) -> None:
-    one, other = on_one_device(draw, 2, device, False)
-    assert one == other
-    one, other = on_one_device(draw, 2, device, True)
-    assert one != other
-
-
-@pytest.mark.gpus(2)
-def test_seeds_reach_the_generators_of_all_devices() -> None:
-    numbers = on_a_gpu_each(draw, True)
-    assert len(set(map(tuple, numbers))) == len(numbers)
+def test_seeds_reach_the_generator_of_the_device(several_ranks: Crew) -> None:
+    for per_rank, different in ((False, 1), (True, several_ranks.size)):
+        assert len({*map(tuple, several_ranks(draw, per_rank))}) == different
 
 
 def make_parts() -> dict[str, Any]:
@@ -121,36 +113,11 @@ def resume(folder: Path) -> list[Tensor]:
     return train(parts, 2)
 
 
-@pytest.mark.parametrize("nprocs", [1, 2])
-def test_a_checkpoint_goes_on_on_the_device_to_the_last_bit(nprocs: int, device: str, tmp_path: Path) -> None:
-    expected = on_one_device(save_halfway, nprocs, device, tmp_path)
-    found = on_one_device(resume, nprocs, device, tmp_path)
+def test_a_checkpoint_goes_on_on_the_device_to_the_last_bit(crew: Crew, tmp_path: Path) -> None:
+    expected = crew(save_halfway, tmp_path)
+    found = crew(resume, tmp_path)
     for own, own_expected in zip(found, expected, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(own, own_expected, strict=True))
-
-
-@pytest.mark.gpus(2)
-def test_a_checkpoint_goes_on_on_all_devices(tmp_path: Path) -> None:
-    expected = on_a_gpu_each(save_halfway, tmp_path)
-    found = on_a_gpu_each(resume, tmp_path)
-    for own, own_expected in zip(found, expected, strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(own, own_expected, strict=True))
-
-
-def load_what_does_not_fit(folder: Path) -> bool:
-    """Return whether a load that fails leaves the model on the device as it was."""
-    parts = make_parts()
-    ddpkit.Checkpointer(folder).save(1, **parts)
-    train(parts, 2)
-    before = [parameter.detach().clone() for parameter in parts["model"].parameters()]
-    parts["optimizer"] = torch.optim.SGD([torch.ones(2, device=ddpkit.get_device(), requires_grad=True)], 0.1)
-    with pytest.raises(ddpkit.CheckpointError):
-        ddpkit.Checkpointer(folder).load_latest(**parts)
-    return all(map(torch.equal, before, parts["model"].parameters()))
-
-
-def test_a_checkpoint_that_does_not_fit_leaves_the_device_as_it_was(device: str, tmp_path: Path) -> None:
-    assert on_one_device(load_what_does_not_fit, 2, device, tmp_path) == [True, True]
 
 
 def test_a_checkpoint_of_the_device_is_loaded_on_the_cpu(device: str, tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_torchrun_shows_an_exception_that_has_no_message(tmp_path: Path) -> None
             raise Mute
         ddpkit.barrier()
     """
-    code, output, _ = torchrun(tmp_path, script)
+    code, output = torchrun(tmp_path, script)
     summary = output[output.index("Root Cause") :]
     assert code == 1 and "rank      : 1" in summary
     assert "raise Mute" in summary and "Mute: (no message: its __str__ raises ValueError)" in output

@@ -159,34 +159,6 @@ def test_ranks_that_disagree_on_the_watch_all_hear_of_it() -> None:
     all_name(run(watch_on_rank_zero_only, [platform_env(rank, 2, port) for rank in range(2)]), "has watch=True")
 
 
-def test_a_missing_rank_is_named_when_the_time_is_up() -> None:
-    port = free_port()
-    ended = run(join_briefly, [platform_env(rank, 3, port) for rank in (0, 2)], 10)
-    all_name(ended, "Ranks [1] of 3 did not join within 0:00:10")
-
-
-def join_briefly(seconds: int = 2) -> None:
-    ddpkit.setup(timeout=timedelta(seconds=seconds))
-
-
-def test_a_master_that_does_not_answer_or_cannot_be_used_is_named() -> None:
-    addresses = {"no.such.host.invalid": "did not resolve", "http://x": "neither a host name"}
-    envs = [platform_env(0, 2, free_port(), MASTER_ADDR=address) for address in addresses]
-    first, *ended = run(join_briefly, [platform_env(1, 2, free_port()), *envs])
-    all_name([first], "Nobody answers at MASTER_ADDR:MASTER_PORT")
-    for end, words in zip(ended, addresses.values(), strict=True):
-        all_name([end], words)
-
-
-def test_a_port_that_something_else_listens_on_is_named_on_every_rank() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as stranger:
-        port = stranger.getsockname()[1]
-        ended = run(join_briefly, [platform_env(rank, 2, port) for rank in range(2)])
-    assert [end.code for end in ended] == [1, 1]
-    assert f"port {port} of 127.0.0.1 is taken" in ended[0].output
-    assert f"127.0.0.1:{port} is not the store of a job" in ended[1].output
-
-
 @pytest.mark.storm
 @needs(nodes=True)
 def test_a_process_of_another_container_is_neither_alive_nor_dead_from_here() -> None:
@@ -249,7 +221,28 @@ def join_or_stop_the_host(folder: str) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def test_a_host_of_the_store_that_stops_does_not_keep_those_that_join(tmp_path: Path) -> None:
-    port = free_port()
-    _, other = run(join_or_stop_the_host, [platform_env(rank, 3, port) for rank in range(2)], f"{tmp_path}")
-    assert other.code == 1 and "the store does not answer" in other.output, other
+def join_in_vain(folder: str) -> None:
+    if "HOST_STOPS" in os.environ:
+        join_or_stop_the_host(folder)
+    ddpkit.setup(timeout=timedelta(seconds=int(os.environ.get("SECONDS", 2))))
+
+
+BAD_ADDRESSES = {"no.such.host.invalid": "did not resolve", "http://x": "neither a host name"}
+
+
+def test_ranks_that_join_in_vain_are_told_why(tmp_path: Path) -> None:
+    """All wait for time-outs, and so at once; each begins when the one before it waits."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        taken, hosted, incomplete = stranger.getsockname()[1], free_port(), free_port()
+        envs = [platform_env(rank, 3, incomplete, SECONDS="10") for rank in (0, 2)]
+        envs += [platform_env(rank, 3, hosted, HOST_STOPS="yes") for rank in range(2)]
+        envs += [platform_env(rank, 2, taken) for rank in range(2)]
+        envs.append(platform_env(1, 2, free_port()))
+        envs += [platform_env(0, 2, free_port(), MASTER_ADDR=address) for address in BAD_ADDRESSES]
+        ended = run(join_in_vain, envs, str(tmp_path), delays=[0.0, 0.0, 0.5, 0.0, 0.5, 0.0, 0.5, 0.0, 0.0])
+    words = ["Ranks [1] of 3 did not join within 0:00:10"] * 2
+    words += ["", "the store does not answer"]
+    words += [f"port {taken} of 127.0.0.1 is taken", f"127.0.0.1:{taken} is not the store of a job"]
+    words += ["Nobody answers at MASTER_ADDR:MASTER_PORT", *BAD_ADDRESSES.values()]
+    for end, text in zip(ended, words, strict=True):
+        assert not text or (end.code == 1 and text in end.output), end

@@ -27,7 +27,7 @@ def assert_joined(ended: list[Ended], launcher: str, *nodes: int) -> None:
             place = f"rank {len(expected)}/{world_size} local {local_rank}/{size} node {node}/{len(nodes)}"
             expected.append(f"{place} {launcher} mean {(world_size - 1) / 2:g}")
     assert [end.code for end in ended] == [0] * len(ended), ended
-    assert sorted(re.findall("^rank .*$", "".join(end.output for end in ended), re.MULTILINE)) == expected, ended
+    assert sorted(re.findall(r"^rank \d+/.*$", "".join(end.output for end in ended), re.MULTILINE)) == expected, ended
 
 
 def assert_trained(ended: list[Ended], world_size: int) -> None:

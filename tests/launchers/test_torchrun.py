@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,8 +54,24 @@ def wait_for(happened: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
-def test_torchrun_on_one_node() -> None:
-    assert_joined(launch([*TORCHRUN, "--standalone", "--nproc-per-node=2", *PROGRAM]), "torchrun", 2)
+FAILING = """
+import time
+with ddpkit.distributed() as job:
+    if job.rank == 1:
+        raise ValueError("boom")
+    time.sleep(600)
+"""
+
+
+def test_ranks_of_torchrun_on_one_node_join_and_a_failure_is_shown_without_a_decorator(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(Path(*PROGRAM).read_text() + FAILING)
+    (end,) = launch([*TORCHRUN, "--nproc-per-node=2", str(tmp_path / "script.py")])
+    assert end.code == 1 and end.seconds < 120, "it has waited for the rank that sleeps, or for a time-out"
+    summary = end.output[end.output.index("Root Cause") :]
+    assert "rank      : 1" in summary and "ValueError: boom" in summary, end.output
+    assert "PeerError: rank 1" in end.output
+    assert "NOT been destroyed" not in end.output and "terminate called" not in end.output
+    assert_joined([replace(end, code=0)], "torchrun", 2)
 
 
 @pytest.mark.storm

@@ -154,7 +154,7 @@ def say_umlauts() -> None:
 
 
 def spawn_often() -> None:
-    for _ in range(4):
+    for _ in range(2):
         spawn(say_a_line, 2)
     sys.stdout = io.StringIO()  # as in a notebook
     spawn(say_umlauts, 1)
@@ -172,7 +172,7 @@ def test_a_rank_that_a_signal_without_a_name_ends_is_an_error_of_that_rank() -> 
 
 def test_what_workers_print_arrives_also_characters_that_come_in_two_pieces() -> None:
     (end,) = run(spawn_often, [{}], timeout=600)
-    assert (end.code, end.output) == (0, "a line\n" * 8)
+    assert (end.code, end.output) == (0, "a line\n" * 4)
 
 
 def fill(tensor: torch.Tensor) -> torch.Tensor:

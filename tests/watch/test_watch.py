@@ -281,14 +281,6 @@ def time_out_in_groups() -> None:
         time.sleep(20)
 
 
-def test_who_did_not_come_to_a_collective_of_a_group_is_named_and_not_who_waited_there() -> None:
-    port = free_port()
-    ended = run(time_out_in_groups, [platform_env(rank, 3, port) for rank in range(3)])
-    for end in (ended[0], ended[2]):
-        assert end.code == 1 and "rank 1 (" in end.output and "failed: silent" in end.output, end.output
-    assert "where rank 2 gave up a collective" in ended[0].output
-
-
 def wait_for_one_of_three() -> None:
     with ddpkit.distributed(timeout=timedelta(seconds=3)) as context:
         if context.rank == 0:
@@ -304,14 +296,6 @@ def wait_for_one_of_some() -> None:
         time.sleep(12)
 
 
-@pytest.mark.parametrize("broken", [wait_for_one_of_some, wait_for_one_of_three])
-def test_ranks_that_have_no_part_in_a_broken_collective_are_not_blamed(broken: Callable[[], None]) -> None:
-    port = free_port()
-    ended = run(broken, [platform_env(rank, 3, port) for rank in range(3)])
-    for end in ended:
-        assert end.code == 1 and "Timed out" in end.output and "silent" not in end.output, end.output
-
-
 def fail_alone_before() -> None:
     with ddpkit.distributed(timeout=timedelta(seconds=3)) as context:
         if context.rank == 1:
@@ -325,13 +309,6 @@ def fail_alone_before() -> None:
         dist.all_reduce(torch.ones(1))
 
 
-def test_an_error_of_ones_own_does_not_hide_who_breaks_a_later_collective() -> None:
-    port = free_port()
-    ended = run(fail_alone_before, [platform_env(rank, 3, port) for rank in range(3)])
-    for end in (ended[0], ended[2]):
-        assert end.code == 1 and "rank 1 (" in end.output and "failed: silent" in end.output, end.output
-
-
 def gather_late() -> None:
     with ddpkit.distributed(timeout=timedelta(seconds=3)) as context:
         if context.rank == 0:
@@ -341,27 +318,12 @@ def gather_late() -> None:
             dist.gather(torch.ones(1), None, 0)
 
 
-def test_ranks_in_one_collective_on_different_lines_are_no_mismatch() -> None:
-    port = free_port()
-    ended = run(gather_late, [platform_env(rank, 2, port) for rank in range(2)])
-    assert ended[0].code == 1 and "Timed out" in ended[0].output, ended
-    for end in ended:
-        assert "MismatchError" not in end.output, end.output
-
-
 def part_ways() -> None:
     with ddpkit.distributed(timeout=timedelta(seconds=3)) as context:
         if context.rank == 1:
             dist.broadcast(torch.ones(1), 0)
         else:
             dist.all_reduce(torch.ones(1))
-
-
-def test_ranks_in_different_collectives_are_shown_by_their_lines() -> None:
-    port = free_port()
-    for end in run(part_ways, [platform_env(rank, 3, port) for rank in range(3)]):
-        assert end.code == 1 and "MismatchError: A collective broke" in end.output, end.output
-        assert "dist.broadcast(torch.ones(1), 0)" in end.output, end.output
 
 
 def leave_at_once() -> None:
@@ -432,12 +394,6 @@ def meet_a_stopped_host() -> None:
         dist.all_reduce(torch.ones(1))
 
 
-def test_a_stopped_host_of_the_store_does_not_keep_a_rank_whose_collective_broke() -> None:
-    port = free_port()
-    _, other = run(meet_a_stopped_host, [platform_env(rank, 2, port) for rank in range(2)])
-    assert other.code == 1 and "rank 0 (" in other.output and "does not answer" in other.output, other
-
-
 def wait_for_a_stopped_store() -> None:
     """Rank 0 hosts the store and stops, while the others wait there, in a call that nothing interrupts."""
     with ddpkit.distributed(timeout=LONG) as context:
@@ -454,12 +410,47 @@ def wait_for_a_stopped_store() -> None:
             raise
 
 
-def test_a_stopped_host_of_the_store_is_raised_where_it_is_waited_for() -> None:
-    port = free_port()
-    _, *others = run(wait_for_a_stopped_store, [platform_env(rank, 3, port) for rank in range(3)])
-    for other in others:
-        assert other.code == 1 and "raised for rank 0: rank 0 (" in other.output, other
-        assert "does not answer" in other.output, other
+BREAKS: dict[Callable[[], None], int] = {  # what each does, and on how many ranks
+    meet_a_stopped_host: 2,
+    wait_for_a_stopped_store: 3,
+    time_out_in_groups: 3,
+    fail_alone_before: 3,
+    wait_for_one_of_some: 3,
+    wait_for_one_of_three: 3,
+    gather_late: 2,
+    part_ways: 3,
+}
+
+
+def break_something() -> None:
+    globals()[os.environ["BREAKS"]]()
+
+
+def test_why_a_collective_broke_is_said_and_who_has_no_part_in_it_is_not_blamed() -> None:
+    """All wait for time-outs, and so at once; each begins when the one before it has joined."""
+    envs, delays = [], []
+    for broken, size in BREAKS.items():
+        port = free_port()
+        envs += [platform_env(rank, size, port, BREAKS=broken.__name__) for rank in range(size)]
+        delays += [1.0, *[0.0] * (size - 1)]
+    every = iter(run(break_something, envs, delays=delays))
+    ended = {broken: [next(every) for _ in range(size)] for broken, size in BREAKS.items()}
+    for silent in (time_out_in_groups, fail_alone_before):
+        for end in ended[silent][::2]:
+            assert end.code == 1 and "rank 1 (" in end.output and "failed: silent" in end.output, end.output
+    assert "where rank 2 gave up a collective" in ended[time_out_in_groups][0].output
+    for end in ended[wait_for_one_of_some] + ended[wait_for_one_of_three]:
+        assert end.code == 1 and "Timed out" in end.output and "silent" not in end.output, end.output
+    assert ended[gather_late][0].code == 1 and "Timed out" in ended[gather_late][0].output
+    for end in ended[gather_late]:  # they are in one collective, on different lines
+        assert "MismatchError" not in end.output, end.output
+    for end in ended[part_ways]:
+        assert end.code == 1 and "MismatchError: A collective broke" in end.output, end.output
+        assert "dist.broadcast(torch.ones(1), 0)" in end.output, end.output
+    for end in ended[meet_a_stopped_host][1:] + ended[wait_for_a_stopped_store][1:]:
+        assert end.code == 1 and "rank 0 (" in end.output and "does not answer" in end.output, end
+    for end in ended[wait_for_a_stopped_store][1:]:
+        assert "raised for rank 0: rank 0 (" in end.output, end
 
 
 def lose_the_watch() -> None:

@@ -1,0 +1,46 @@
+"""What the benchmarks share: their command line, and ways to do one thing that take turns under the same load."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import ddpkit
+
+
+def make_parser(about: str | None, rounds: int, of: str) -> argparse.ArgumentParser:
+    """Make a parser that shows the benchmark's own text; `rounds` by default, whose help is `of`."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=rounds, help=of)
+    return parser
+
+
+def take_turns(ways: dict[str, Callable[[], Any]], rounds: int, warm_up: int = 10) -> dict[str, float]:
+    """Call each way `rounds` times, none always after the same one, on all ranks at once.
+
+    Returns:
+        The medians, in seconds, of what the slowest rank needs; the first `warm_up` rounds do not count.
+    """
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    order = random.Random(0)  # the same on every rank
+    for _ in range(rounds + warm_up):
+        for way in order.sample(list(ways), len(ways)):
+            ddpkit.barrier()
+            start = time.perf_counter()
+            ways[way]()
+            times[way].append(time.perf_counter() - start)
+    slowest = ddpkit.all_reduce({way: torch.tensor(taken[warm_up:]) for way, taken in times.items()}, "max")
+    return {way: statistics.median(taken.tolist()) for way, taken in slowest.items()}
+
+
+def show(title: str, medians: dict[str, float], base: str) -> None:
+    """Print the medians, and how often that of `base` fits in."""
+    print(title)
+    for way, seconds in medians.items():
+        print(f"  {way:28} {seconds * 1e6:10,.0f} µs {seconds / medians[base]:6.2f} ×", flush=True)
