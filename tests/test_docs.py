@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import run
+from processes import free_port, platform_env, run
 
 ROOT = Path(__file__).parents[1]
 QUIET = ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly", "-p", "no:zarr"]
@@ -67,6 +67,22 @@ def test_the_readme_is_short_and_has_two_commands() -> None:
     trainer, tests = re.findall(r"^pip install .*", text, re.MULTILINE)
     assert "torchrun --nproc_per_node=2 examples/" in trainer
     assert tests.endswith("pytest")
+
+
+def run_program(source: str) -> None:
+    exec(source, {})
+
+
+def test_the_program_of_the_readme_prints_the_same_on_any_number_of_ranks() -> None:
+    program = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    shown = []
+    for world_size in (1, 2, 3):
+        port = free_port()
+        ends = run(run_program, [platform_env(rank, world_size, port) for rank in range(world_size)], program)
+        assert [end.code for end in ends] == [0] * world_size, ends
+        shown.append([re.findall(r"^epoch \d: [\d.]+$", end.output, re.MULTILINE) for end in ends])
+    assert len(shown[0][0]) == 3
+    assert shown[1:] == [[shown[0][0], *[[]] * others] for others in (1, 2)]
 
 
 def test_the_readme_lists_every_example() -> None:
