@@ -216,3 +216,22 @@ def save_and_overwrite(folder: Path) -> list[bool]:
 
 def test_what_the_next_step_changes_is_not_saved(device: str, tmp_path: Path) -> None:
     assert on_one_device(save_and_overwrite, 1, device, tmp_path) == [[True] * 5]
+
+
+def save_from_a_stream(folder: Path) -> bool:
+    """Save what a stream of this thread's has still to compute; return whether that is what was saved."""
+    net = nn.Linear(4000, 4000, device=ddpkit.get_device())
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
+        torch.cuda._sleep(1_000_000_000)  # cycles: about half a second
+        net.weight.fill_(7.0)
+        ddpkit.Checkpointer(folder).save(1, model=net)
+    loaded = nn.Linear(4000, 4000)
+    ddpkit.Checkpointer(folder).load_latest(model=loaded)
+    return bool((loaded.weight == 7.0).all())
+
+
+@pytest.mark.cuda
+def test_a_save_waits_for_the_stream_that_computes_what_is_saved(device: str, tmp_path: Path) -> None:
+    (is_saved,) = on_one_device(save_from_a_stream, 1, device, tmp_path)
+    assert is_saved
