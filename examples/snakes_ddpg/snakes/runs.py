@@ -150,14 +150,8 @@ def find_models(run: int | str, episode: int | None, root: Path = ROOT) -> list[
     return [find_model(run, episode, what, root) for what in ("actor", "critic")]
 
 
-def parse(text: str, root: Path = ROOT, *, refined: bool = True) -> Path:
-    """Find the file of the actor that a user means.
-
-    Args:
-        text: "run3:2000", "run3:best", "run3:refined", "run3", "3", "latest", a folder or a file. A run alone means
-            the model that was refined, unless a better one was saved since; else the best, else the last.
-        root: Folder of the runs.
-        refined: Whether a run alone may mean that.
+def parse(text: str, root: Path = ROOT) -> Path:
+    """Find the file of the actor that a user means: "run3:2000", "run3:best", "run3", "3", "latest", a folder, a file.
 
     Raises:
         FileNotFoundError: If there is none; the message lists the runs or episodes that exist.
@@ -166,37 +160,14 @@ def parse(text: str, root: Path = ROOT, *, refined: bool = True) -> Path:
         return Path(text)
     if text.endswith(".pth"):
         raise FileNotFoundError(f"there is no file {text}; a run's model is also found as runN:EPISODE, runN or latest")
-    run, episode = re.fullmatch(r"(.*?)(?::(\d+|best|refined))?", text).groups()
-    if episode == "refined":
-        return _find_refined(run, root)
-    model = find_model(run, int(episode) if episode and episode != "best" else episode, root=root)
-    newer = model.with_name("actor_refined.pth")
-    if episode is None and refined and newer.is_file() and newer.stat().st_mtime_ns >= model.stat().st_mtime_ns:
-        return newer
-    return model
+    run, episode = re.fullmatch(r"(.*?)(?::(\d+|best))?", text).groups()
+    return find_model(run, int(episode) if episode and episode != "best" else episode, root=root)
 
 
-def _find_refined(run: str, root: Path) -> Path:
-    """Find the model of a run that has critics for the search; nothing trains on from it."""
-    path = find_run(run, root, f"{MODELS}/actor_*.pth") / MODELS / "actor_refined.pth"
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no {path}; python rl_trainer/refine.py {run} makes it")
-    return path
-
-
-def save_models(
-    folder: Path,
-    episode: int | str,
-    actor: Mapping[str, Any],
-    critic: Mapping[str, Any],
-    rival: Mapping[str, Any] | None = None,
-) -> None:
+def save_models(folder: Path, episode: int | str, actor: Mapping[str, Any], critic: Mapping[str, Any]) -> None:
     """Write state dicts into a run's folder under the episode's number, or a name; a file is whole or absent."""
     (folder / MODELS).mkdir(parents=True, exist_ok=True)
-    states = {"critic": critic, "rival": rival, "actor": actor}
-    for what, state in states.items():
-        if state is None:
-            continue
+    for what, state in (("critic", critic), ("actor", actor)):
         with _replacing(folder / MODELS / f"{what}_{episode}.pth") as path:
             torch.save(state, path)
 

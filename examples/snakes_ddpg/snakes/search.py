@@ -35,20 +35,17 @@ class Search(Policy):
         actor: Prefers ways.
         critic: Values them; trained with the actor.
         depth: Steps to look ahead.
-        rival: Values the ways of the rivals, which the team's value is the less by, if they were
-            trained to be subtracted.
 
     Raises:
         ValueError: If the depth is below 1.
     """
 
-    def __init__(self, actor: Actor, critic: Critic, depth: int = DEPTH, rival: Critic | None = None) -> None:
+    def __init__(self, actor: Actor, critic: Critic, depth: int = DEPTH) -> None:
         super().__init__(actor)
         if depth < 1:
             raise ValueError(f"a search looks at least one step ahead, not {depth}")
         self.critic = critic
         self.depth = depth
-        self.rival = rival
 
     @torch.no_grad()
     def __call__(self, boards: Boards, team: int, actions: np.ndarray) -> None:
@@ -104,9 +101,8 @@ class Search(Policy):
             lead = gains[:, team] - gains[:, 1 - team]
             sides = [self.look(boards, side) for side in (0, 1)]
             preferences = [self.actor.layers(seen) for seen in sides]
-            expected = expect(self.critic, preferences[team].softmax(-1), sides[team])
-            if self.rival is not None:
-                expected -= expect(self.rival, preferences[1 - team].softmax(-1), sides[1 - team])
+            chances = preferences[team].softmax(-1)
+            expected = (chances * self.critic(sides[team])).sum(-1).mean(-1)
             is_last = step == self.depth - 1
             total += weight * (lead + GAMMA * (1.0 if is_last else 1 - LAMBDA) * expected.cpu().numpy())
             weight *= GAMMA * LAMBDA
@@ -117,11 +113,6 @@ class Search(Policy):
 def _rank(preferences: torch.Tensor) -> np.ndarray:
     """Sort the ways of snakes, the most probable first: (..., WAYS)."""
     return preferences.argsort(stable=True, dim=-1, descending=True).cpu().numpy()
-
-
-def expect(critic: Critic, chances: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """Find what a critic expects of teams that go their ways with these probabilities, which are the actor's: (n,)."""
-    return (chances * critic(seen)).sum(-1).mean(-1)
 
 
 def _pick(boards: Boards, which: np.ndarray) -> Boards:
@@ -138,7 +129,7 @@ def _trapped(boards: Boards, team: int) -> np.ndarray:
 
 
 def load_search(path: Path, depth: int = DEPTH) -> Search:
-    """Load the player in a file `actor_*.pth` with the critic beside it, and the rivals' if there is one.
+    """Load the player in a file `actor_*.pth` with the critic beside it.
 
     Raises:
         FileNotFoundError: If there is no such file, or no critic.
@@ -148,9 +139,4 @@ def load_search(path: Path, depth: int = DEPTH) -> Search:
     hidden = len(actor.layers[0].bias)
     critic = Critic(hidden)
     load_weights(critic, path.with_name(path.name.replace("actor", "critic")))
-    rivals = path.with_name(path.name.replace("actor", "rival"))
-    if not rivals.is_file():
-        return Search(actor, critic, depth)
-    rival = Critic(hidden)
-    load_weights(rival, rivals)
-    return Search(actor, critic, depth, rival)
+    return Search(actor, critic, depth)

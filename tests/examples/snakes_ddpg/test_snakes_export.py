@@ -54,9 +54,9 @@ def policy() -> Iterator[Search]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # one state at a time is not worth a second one, which waits for others' processes
     torch.manual_seed(5)
-    search = Search(Actor(hidden=32), Critic(hidden=32), depth=2, rival=Critic(hidden=32))
+    search = Search(Actor(hidden=32), Critic(hidden=32), depth=2)
     with torch.no_grad():
-        for network in (search.actor, search.critic, search.rival):
+        for network in (search.actor, search.critic):
             for parameter in network.parameters():
                 parameter *= 3
     yield search
@@ -68,7 +68,6 @@ def model(policy: Search, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "actor_1.pth"
     torch.save(policy.actor.state_dict(), path)
     torch.save(policy.critic.state_dict(), path.with_name("critic_1.pth"))
-    torch.save(policy.rival.state_dict(), path.with_name("rival_1.pth"))
     return path
 
 
