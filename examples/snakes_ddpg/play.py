@@ -33,8 +33,7 @@ from snakes.drawing import Frame, render, snap, write_gif
 from snakes.evaluation import Result, play_games
 from snakes.game import SNAKES, Game
 from snakes.opponents import OPPONENTS, Player, get
-from snakes.policy import load_policy
-from snakes.search import DEPTH, load_search
+from snakes.search import DEPTH, load_player
 
 AT_ONCE = 128  # games between two moves of the progress bar
 
@@ -68,14 +67,12 @@ def player(name: str, depth: int = DEPTH) -> Player:
     Raises:
         UserError: If there is none; the message lists those there are.
     """
-    if name in OPPONENTS:
-        return get(name)
     try:
-        if name.isdecimal():
-            return get(int(name))
+        if name in OPPONENTS or name.isdecimal():
+            return get(name)
         path = runs.parse(name)
         print(f"{name} is {path}", file=sys.stderr)
-        return load_search(path, depth) if depth else load_policy(path)
+        return load_player(path, depth)
     except FileNotFoundError as error:
         raise UserError(f"{error}; the scripted players are: {', '.join(OPPONENTS)}") from error
     except ValueError as error:

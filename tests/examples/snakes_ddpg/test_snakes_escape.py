@@ -5,33 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import snakes.submission_template as template
-from snakes.escape import LIMIT, PLACES, escape
-from snakes.game import NEXT, RIGHT, SNAKES, UP, Game
+from snakes.game import NEXT, RIGHT, SNAKES, Game
+from snakes.search import LIMIT, PLACES, escape
+from snakes_boards import crowded, place
 
 pytestmark = pytest.mark.storm  # it compiles what it tests
-
-
-def wander(free: np.ndarray, rng: np.random.Generator) -> list[int]:
-    """A snake of 3 to 40 cells at random, which it takes from the free ones."""
-    while True:
-        body = [int(rng.choice(np.flatnonzero(free)))]
-        for _ in range(rng.integers(2, 40)):
-            ahead = [int(cell) for cell in NEXT[body[0]] if free[cell] and cell not in body]
-            if ahead:
-                body.insert(0, int(rng.choice(ahead)))
-        if len(body) >= 3:
-            free[body] = False
-            return body
-
-
-def crowded(count: int) -> Game:
-    rng = np.random.default_rng(2)
-    game = Game(count)
-    for b in range(count):
-        free = np.ones(200, bool)
-        bodies = [wander(free, rng) for _ in range(SNAKES)]
-        game.put(b, bodies, [UP] * SNAKES, [])
-    return game
 
 
 def steps_of(game: Game) -> np.ndarray:
@@ -82,7 +60,7 @@ def test_a_snake_in_a_coil_goes_on_once_its_tail_has_left():
     body = [31, 32, 52, 51, 50, 30, 10, 11]
     far = [[100 + 20 * i, 101 + 20 * i, 102 + 20 * i] for i in range(5)]
     game = Game(1)
-    game.put(0, [body, *far], [RIGHT] * SNAKES, [])
+    place(game, 0, [body, *far], [RIGHT] * SNAKES, [])
     assert steps_of(game)[0, 0] == LIMIT
-    game.put(0, [[*body, 12], *far], [RIGHT] * SNAKES, [])
+    place(game, 0, [[*body, 12], *far], [RIGHT] * SNAKES, [])
     assert steps_of(game)[0, 0] == 0

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from snakes.ddpg import Actor, Critic, Perceptron, computes_in_bfloat16
 from snakes.features import FEATURES, WAYS
-from snakes.networks import Actor, Critic, Perceptron, computes_in_bfloat16
 
 
 @pytest.fixture

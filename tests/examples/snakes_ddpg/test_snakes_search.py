@@ -7,13 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from snakes.escape import LIMIT
+from snakes.ddpg import Actor, Critic
 from snakes.features import DIRECTION, FEATURES, observe
 from snakes.game import BEAN, LEFT, NONE, Boards, Game, foresee
-from snakes.networks import Actor, Critic
-from snakes.policy import Policy
-from snakes.search import DOUBT, GAMMA, LAMBDA, MARGIN, NEAR, TRAP, Search, load_search
+from snakes.search import DOUBT, GAMMA, LAMBDA, LIMIT, MARGIN, NEAR, TRAP, Policy, Search, load_player
 from snakes.submission_template import distance, escape
+from snakes_boards import place
 from torch import nn
 
 pytestmark = pytest.mark.storm  # it plays, and compiles what it plays with
@@ -137,7 +136,7 @@ def test_a_search_changes_neither_boards_nor_their_streams(search: Search) -> No
 def test_what_is_foreseen_has_no_new_beans() -> None:
     game = Game(1)
     bodies = [[20 * row + column for column in (5, 6, 7)] for row in range(6)]
-    game.put(0, bodies, [LEFT] * 6, [4, 100, 120, 140, 160])
+    place(game, 0, bodies, [LEFT] * 6, [4, 100, 120, 140, 160])
     rewards, died = np.zeros((1, 6), np.int16), np.zeros((1, 6), np.bool_)
     foresee(game.boards, np.full((1, 6), LEFT, np.uint8), rewards, died)
     assert rewards[0, 0] == 1 and game.boards.beans[0, 0] == NONE
@@ -147,12 +146,12 @@ def test_what_is_foreseen_has_no_new_beans() -> None:
 def test_a_search_is_loaded_from_an_actor_and_the_critic_beside_it(search: Search, tmp_path: Path) -> None:
     torch.save(search.actor.state_dict(), tmp_path / "actor_best.pth")
     with pytest.raises(FileNotFoundError, match="critic_best.pth"):
-        load_search(tmp_path / "actor_best.pth")
+        load_player(tmp_path / "actor_best.pth")
     torch.save(search.critic.state_dict(), tmp_path / "critic_best.pth")
     game = played(10, 40)
     actions = np.zeros((2, 10, 6), np.uint8)
     search(game.boards, 0, actions[0])
-    load_search(tmp_path / "actor_best.pth", depth=3)(game.boards, 0, actions[1])
+    load_player(tmp_path / "actor_best.pth", depth=3)(game.boards, 0, actions[1])
     np.testing.assert_array_equal(actions[0], actions[1])
 
 
