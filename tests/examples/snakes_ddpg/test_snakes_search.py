@@ -9,10 +9,11 @@ import pytest
 import torch
 from snakes.ddpg import Actor, Critic
 from snakes.features import DIRECTION, FEATURES, observe
-from snakes.game import BEAN, LEFT, NONE, Boards, Game, foresee
-from snakes.search import DOUBT, GAMMA, LAMBDA, LIMIT, MARGIN, NEAR, TRAP, Policy, Search, load_player
-from snakes.submission_template import distance, escape
-from snakes_boards import place
+from snakes.game import BEAN, LEFT, NEXT, NONE, RIGHT, SNAKES, Boards, Game, foresee
+from snakes.search import DOUBT, GAMMA, LAMBDA, LIMIT, MARGIN, NEAR, PLACES, TRAP, Policy, Search, escape, load_player
+from snakes.submission_template import distance
+from snakes.submission_template import escape as escape_of_submission
+from snakes_boards import crowded, place
 from torch import nn
 
 pytestmark = pytest.mark.storm  # it plays, and compiles what it plays with
@@ -70,7 +71,7 @@ def play_on(search: Search, game: Game, team: int, b: int, ways: list[int]) -> f
         foresee(after.boards, DIRECTION[after.boards.headings, [ways]], rewards, died)
         if step == 0:
             bodies = after.bodies(0)
-            lost = sum((len(bodies[s]) - 3) * (1 - escape(bodies, s) / LIMIT) for s in own)
+            lost = sum((len(bodies[s]) - 3) * (1 - escape_of_submission(bodies, s) / LIMIT) for s in own)
         gains = after.boards.lengths[0].astype(int) - before
         gained += GAMMA**step * (gains[own].sum() - gains[others].sum())
         logits, expected = looks(search, after.boards, team)
@@ -158,3 +159,60 @@ def test_a_search_is_loaded_from_an_actor_and_the_critic_beside_it(search: Searc
 def test_a_search_looks_at_least_a_step_ahead(search: Search) -> None:
     with pytest.raises(ValueError, match="at least one step ahead, not -1"):
         Search(search.actor, search.critic, depth=-1)
+
+
+# How long a snake can go on, compiled and as the submission finds it, against a game that is played on
+
+
+def steps_of(game: Game) -> np.ndarray:
+    """The steps of all snakes, (n, 6)."""
+    steps = np.zeros((2, len(game.done), 3))
+    escape(game.boards, 0, steps[0])
+    escape(game.boards, 1, steps[1])
+    return np.concatenate(steps, axis=1)
+
+
+def live_on(bodies: list[list[int]], s: int, closed: set[int], steps: int, tries: list[int]) -> int:
+    """The most steps of a snake, by moving it in all ways while the other bodies shrink from their tails."""
+    if steps == LIMIT or tries[0] > PLACES:
+        return steps
+    shorter = [body[:-1] for body in bodies]
+    taken = closed.union(*shorter)
+    longest = steps
+    for cell in NEXT[bodies[s][0]].tolist():
+        if cell not in taken:
+            tries[0] += 1
+            moved = [*shorter[:s], [cell, *shorter[s]], *shorter[s + 1 :]]
+            longest = max(longest, live_on(moved, s, closed, steps + 1, tries))
+        if longest == LIMIT:
+            break
+    return longest
+
+
+def test_a_snake_goes_on_as_long_as_a_game_lets_it():
+    game = crowded(60)
+    steps = steps_of(game)
+    known = 0
+    for b in range(60):
+        bodies = game.bodies(b)
+        for s in range(SNAKES):
+            heads = [body[0] for i, body in enumerate(bodies) if i != s]
+            tries = [0]
+            wanted = live_on(bodies, s, set(NEXT[heads].reshape(-1).tolist()), 0, tries)
+            assert escape_of_submission(bodies, s) == steps[b, s]
+            if tries[0] < PLACES:
+                assert steps[b, s] == wanted
+                known += wanted < LIMIT
+    assert known > 20
+
+
+def test_a_snake_in_a_coil_goes_on_once_its_tail_has_left():
+    #  10 11 12 13
+    #  30 [h] 32 33    the head at 31 is shut in; the tail, at 11, leaves first
+    body = [31, 32, 52, 51, 50, 30, 10, 11]
+    far = [[100 + 20 * i, 101 + 20 * i, 102 + 20 * i] for i in range(5)]
+    game = Game(1)
+    place(game, 0, [body, *far], [RIGHT] * SNAKES, [])
+    assert steps_of(game)[0, 0] == LIMIT
+    place(game, 0, [[*body, 12], *far], [RIGHT] * SNAKES, [])
+    assert steps_of(game)[0, 0] == 0
