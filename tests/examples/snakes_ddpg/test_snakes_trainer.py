@@ -289,7 +289,7 @@ def test_what_cannot_be_done_is_said_on_one_line_once_and_all_ranks_end(trained:
         "--load_model --load_model_run 1 --hidden 8": "actor_best.pth does not hold an actor.*--hidden",
         "--resume 9": "run9_.*the runs in .* are: 1$",
         "--resume --hidden 8": "--hidden 16, not 8",
-        "--batch_size 64 --buffer_size 50": "64.*buffer.*50.*--buffer_size",
+        "--batch_size 64 --buffer_size 50": "three moments of .* boards.*--buffer_size",
         "--batch_size 64 --boards 64 --buffer_size 100": "--buffer_size",
         "--batch_size 98 --boards 8 --buffer_size 100": "98 rows does not fit 8 moments of 4 boards.*--buffer_size",
         "--global_batch_size 33": "33.*2",
