@@ -48,6 +48,11 @@ def critic_of(actor: Path) -> Path:
     return actor.with_name(actor.name.replace("actor", "critic"))
 
 
+def rival_of(actor: Path) -> Path:
+    """Name the file of the rivals' critic, which an actor that was refined has, too."""
+    return actor.with_name(actor.name.replace("actor", "rival"))
+
+
 def new_run(root: Path = ROOT) -> Path:
     """Make the folder of a new run, with the next number; runs that start in one moment get different ones.
 
@@ -132,8 +137,14 @@ def find_model(run: int | str, episode: int | str | None = None, root: Path = RO
     return found[wanted]
 
 
-def parse(text: str, root: Path = ROOT) -> Path:
-    """Find the file of the actor that a user means: "run3:2000", "run3:best", "run3", "3", "latest", a folder, a file.
+def parse(text: str, root: Path = ROOT, *, refined: bool = True) -> Path:
+    """Find the file of the actor that a user means.
+
+    Args:
+        text: "run3:2000", "run3:best", "run3:refined", "run3", "3", "latest", a folder or a file. A run alone means
+            the model that was refined, unless a better one was saved since; else the best, else the last.
+        root: Folder of the runs.
+        refined: Whether a run alone may mean that.
 
     Raises:
         FileNotFoundError: If there is none; the message lists the runs or episodes that exist.
@@ -142,15 +153,30 @@ def parse(text: str, root: Path = ROOT) -> Path:
         return Path(text)
     if text.endswith(".pth"):
         raise FileNotFoundError(f"there is no file {text}; a run's model is also found as runN:EPISODE, runN or latest")
-    run, episode = re.fullmatch(r"(.*?)(?::(\d+|best))?", text).groups()
-    return find_model(run, int(episode) if episode and episode != "best" else episode, root)
+    run, episode = re.fullmatch(r"(.*?)(?::(\d+|best|refined))?", text).groups()
+    if episode and episode.isdecimal():
+        episode = int(episode)
+    if episode == "refined":
+        path = find_run(run, root, ACTORS) / MODELS / "actor_refined.pth"
+        if path.is_file():
+            return path
+        raise FileNotFoundError(f"there is no {path}; python rl_trainer/refine.py {run} makes it")
+    model = find_model(run, episode, root)
+    newer = model.with_name("actor_refined.pth")
+    if episode is None and refined and newer.is_file() and newer.stat().st_mtime >= model.stat().st_mtime:
+        return newer
+    return model
 
 
-def save_models(folder: Path, episode: int | str, actor: Mapping[str, Any], critic: Mapping[str, Any]) -> None:
-    """Write state dicts into a run's folder under the episode's number, or a name; a file is whole or absent."""
+def save_models(folder: Path, episode: int | str, *states: Mapping[str, Any]) -> None:
+    """Write state dicts of an actor, its critic and perhaps the rivals' one under the episode's number, or a name.
+
+    A file is whole or absent.
+    """
     (folder / MODELS).mkdir(parents=True, exist_ok=True)
     path = folder / MODELS / f"actor_{episode}.pth"
-    for name, state in ((critic_of(path), critic), (path, actor)):
+    named = list(zip((path, critic_of(path), rival_of(path)), states, strict=False))
+    for name, state in reversed(named):  # the actor, by which they are found, last
         with _replacing(name) as whole:
             torch.save(state, whole)
 

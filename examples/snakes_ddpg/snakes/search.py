@@ -11,7 +11,7 @@ from numba import njit
 from .ddpg import Actor, Critic, load_network
 from .features import DIRECTION, DISTANCE, FEATURES, PER_WAY, WAYS, observe
 from .game import CELLS, NEXT, SNAKES, START_LENGTH, Boards, foresee, segment
-from .runs import critic_of
+from .runs import critic_of, rival_of
 
 DEPTH = 6  # steps that it looks ahead
 GAMMA = 0.97  # discount per step, as in training
@@ -57,17 +57,19 @@ class Search(Policy):
         actor: Prefers ways.
         critic: Values them; trained with the actor.
         depth: Steps to look ahead.
+        rival: Values the ways of the rivals, which is subtracted, if the two were trained for that.
 
     Raises:
         ValueError: If the depth is below 1.
     """
 
-    def __init__(self, actor: Actor, critic: Critic, depth: int = DEPTH) -> None:
+    def __init__(self, actor: Actor, critic: Critic, depth: int = DEPTH, rival: Critic | None = None) -> None:
         super().__init__(actor)
         if depth < 1:
             raise ValueError(f"a search looks at least one step ahead, not {depth}")
         self.critic = critic
         self.depth = depth
+        self.rival = rival
 
     @torch.no_grad()
     def __call__(self, boards: Boards, team: int, actions: np.ndarray) -> None:
@@ -123,8 +125,9 @@ class Search(Policy):
             lead = gains[:, team] - gains[:, 1 - team]
             sides = [self.look(boards, side) for side in (0, 1)]
             preferences = [self.actor.layers(seen) for seen in sides]
-            chances = preferences[team].softmax(-1)
-            expected = (chances * self.critic(sides[team])).sum(-1).mean(-1)
+            expected = expect(self.critic, preferences[team].softmax(-1), sides[team])
+            if self.rival is not None:
+                expected -= expect(self.rival, preferences[1 - team].softmax(-1), sides[1 - team])
             is_last = step == self.depth - 1
             total += weight * (lead + GAMMA * (1.0 if is_last else 1 - LAMBDA) * expected.cpu().numpy())
             weight *= GAMMA * LAMBDA
@@ -135,6 +138,11 @@ class Search(Policy):
 def _rank(preferences: torch.Tensor) -> np.ndarray:
     """Sort the ways of snakes, the most probable first: (..., WAYS)."""
     return preferences.argsort(stable=True, dim=-1, descending=True).cpu().numpy()
+
+
+def expect(critic: Critic, chances: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Find what a critic expects of teams that go their ways with these probabilities, which are the actor's: (n,)."""
+    return (chances * critic(seen)).sum(-1).mean(-1)
 
 
 def _pick(boards: Boards, which: np.ndarray) -> Boards:
@@ -151,7 +159,7 @@ def _trapped(boards: Boards, team: int) -> np.ndarray:
 
 
 def load_player(path: Path, depth: int = DEPTH) -> Policy:
-    """Load the player in a file `actor_*.pth`, which searches, unless the depth is 0, with the critic beside it.
+    """Load the player in a file `actor_*.pth`, which searches, unless the depth is 0, with the critics beside it.
 
     Raises:
         FileNotFoundError: If there is no such file, or no critic.
@@ -161,7 +169,8 @@ def load_player(path: Path, depth: int = DEPTH) -> Policy:
     if depth == 0:
         return Policy(actor)
     critic = load_network(Critic, critic_of(path))
-    return Search(actor, critic, depth)
+    rival = load_network(Critic, rival_of(path)) if rival_of(path).is_file() else None
+    return Search(actor, critic, depth, rival)
 
 
 # How long a snake can live where no other one can reach in its next step

@@ -32,6 +32,7 @@ State = namedtuple("State", "rows columns beans bodies snake started")
 
 ACTOR = []  # (weights, biases) of each layer, float32
 CRITIC = []  # the same
+RIVAL = []  # the same, or nothing: what a rival is worth
 STEPS = 0  # that the search looks ahead; 0: play as the actor prefers
 GAMMA = 0.97  # this and the next as in search.py
 LAMBDA = 0.65
@@ -169,7 +170,9 @@ def play_on(bodies, headings, beans, team, ways):
             total -= TRAP * sum((len(bodies[s]) - START_LENGTH) * (1 - escape(bodies, s) / LIMIT) for s in own)
         lead = sum(gain if s in own else -gain for s, gain in enumerate(gains))
         seen = [look(bodies, beans, s, headings[s]) for s in range(SNAKES)]
-        expected = sum(expect(seen[s]) for s in own) / 3
+        expected = sum(expect(CRITIC, seen[s]) for s in own) / 3
+        if RIVAL:
+            expected -= sum(expect(RIVAL, seen[s]) for s in range(SNAKES) if s not in own) / 3
         is_last = step == STEPS - 1
         total += weight * (lead + GAMMA * (1 if is_last else 1 - LAMBDA) * expected)
         weight *= GAMMA * LAMBDA
@@ -210,11 +213,11 @@ def escape(bodies, snake):
     return LIMIT if go_on(bodies[snake][0], 0) else longest
 
 
-def expect(seen):
-    """Find what the critic expects of a snake that goes its ways with the actor's probabilities."""
+def expect(critic, seen):
+    """Find what a critic expects of a snake that goes its ways with the actor's probabilities."""
     preferences = think(ACTOR, seen)
     chances = np.exp(preferences - preferences.max())
-    return float((chances * think(CRITIC, seen)).sum() / chances.sum())
+    return float((chances * think(critic, seen)).sum() / chances.sum())
 
 
 def foresee(bodies, beans, directions):

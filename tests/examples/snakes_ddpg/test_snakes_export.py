@@ -56,9 +56,9 @@ def policy() -> Iterator[Search]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # one state at a time is not worth a second one, which waits for others' processes
     torch.manual_seed(5)
-    search = Search(Actor(hidden=32), Critic(hidden=32), depth=2)
+    search = Search(Actor(hidden=32), Critic(hidden=32), depth=2, rival=Critic(hidden=32))
     with torch.no_grad():
-        for network in (search.actor, search.critic):
+        for network in (search.actor, search.critic, search.rival):
             for parameter in network.parameters():
                 parameter *= 3
     yield search
@@ -70,6 +70,7 @@ def model(policy: Search, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "actor_1.pth"
     torch.save(policy.actor.state_dict(), path)
     torch.save(policy.critic.state_dict(), path.with_name("critic_1.pth"))
+    torch.save(policy.rival.state_dict(), path.with_name("rival_1.pth"))
     return path
 
 
