@@ -416,3 +416,15 @@ def test_what_cannot_be_exported_is_told_on_one_line(model, tmp_path, monkeypatc
         with pytest.raises(UserError, match=re.escape(message)) as caught:
             export.main(export.read_settings())
         assert "\n" not in str(caught.value)
+
+
+def test_without_memory_a_snake_is_taken_to_have_moved():
+    assert template.find_heading([180, 0, 19], None) == 0
+    assert template.find_heading([180, 0, 20, 40], [77, 78, 79]) == 0  # none is put back so long
+
+
+def test_nothing_raises_where_there_is_no_stderr_either(submission, monkeypatch):
+    player = runpy.run_path(str(submission))
+    monkeypatch.setattr(sys, "stderr", None)
+    assert player["my_controller"](None, None, False) == [[1, 0, 0, 0]]
+    assert list(player["failures"]) == ["choose", "flee"]

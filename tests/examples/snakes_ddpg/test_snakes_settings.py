@@ -348,3 +348,19 @@ def test_train_ddp_starts_torchrun_from_anywhere_and_passes_flags_on(tmp_path, n
     count = nproc or str(torch.cuda.device_count() or 2)
     program = str(EXAMPLE / "rl_trainer" / "main_ddp.py")
     assert words[:-1] == ["--standalone", f"--nproc_per_node={count}", program, *command[1:]]
+
+
+def test_a_saved_preset_does_not_undo_the_flags_that_went_with_it(tmp_path):
+    runs.save_json(tmp_path / "config.json", vars(read_settings(["--preset", "guide-a", "--gamma", "0.5"])))
+    assert read_settings(["--resume"], runs.read_config(tmp_path)).gamma == 0.5
+
+
+def test_a_preset_undoes_a_saved_global_batch(tmp_path):
+    runs.save_json(tmp_path / "config.json", vars(read_settings(["--global_batch_size", "512"])))
+    settings = read_settings(["--resume", "--preset", "guide-a"], runs.read_config(tmp_path))
+    assert (settings.batch_size, settings.global_batch_size) == (128, None)
+
+
+def test_resolving_twice_changes_nothing():
+    s = planned("--preset", "guide-a", world_size=8)
+    assert resolve(s, 8) == s
