@@ -48,7 +48,7 @@ _OF_EXAMPLES = {
     "examples/digits/*": ["sklearn", "tensorboard"],
     "examples/diffusion_policy/*": ["gymnasium_robotics", "mujoco", "tensorboard", "PIL"],
     "examples/shared/*": ["tqdm"],
-    "examples/snakes_ddpg/*": ["numba", "tensorboard", "PIL", "matplotlib"],
+    "examples/snakes_ddpg/*": ["numba", "tensorboard", "PIL"],
     "examples/video_deblurring/*": ["av", "skvideo", "tensorboard", "PIL"],
 }
 

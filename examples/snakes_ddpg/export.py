@@ -1,6 +1,6 @@
 """Write a trained model as the one file that the competition platform takes, and check it.
 
-Of the newest run, or any other, to `submission.py` in this folder, or elsewhere::
+Of the newest run, or any other::
 
     python export.py latest
     python export.py run3:2000 --output /tmp/submission.py
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import logging
 import os
 import runpy
 import sys
@@ -24,11 +25,14 @@ from typing import Any
 
 import numpy as np
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where `shared` is, which all trainers share
+
+from shared.program import Parser, one_message, user_error
 from snakes.game import COLUMNS, NONE, ROWS, SNAKES, Game
 from snakes.opponents import OPPONENTS
-from snakes.policy import Policy, load_policy
 from snakes.runs import parse
-from snakes.search import DEPTH, Search, load_search
+from snakes.search import DEPTH, Policy, Search, load_player
 
 TEMPLATE = Path(__file__).parent / "snakes" / "submission_template.py"
 NAMES = ("up", "down", "left", "right")
@@ -36,10 +40,11 @@ CHECKED = 100  # steps on each side for which a submission has to play as the mo
 
 
 def read_settings() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Writes a trained model as a submission for the competition platform.")
+    parser = Parser("Writes a trained model as a submission for the competition platform.")
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.add_argument("model", help="path of an actor_*.pth, a run's folder, runN, runN:EPISODE, or latest")
-    parser.add_argument("--output", type=Path, default=Path("submission.py"), help="default: %(default)s")
-    text = "steps that it looks ahead; 0: play as the actor alone does (default: %(default)s)"
+    parser.add_argument("--output", type=Path, default=Path("submission.py"), help="the file to write")
+    text = "steps that it looks ahead; 0: play as the actor alone does"
     parser.add_argument("--depth", type=int, default=DEPTH, help=text)
     return parser.parse_args()
 
@@ -117,7 +122,7 @@ def check(path: Path, policy: Policy) -> tuple[int, float]:
     if differ > moves / 300:  # a heading that cannot be known, or two ways that are equally good but for rounding
         raise ValueError(
             f"{differ} of {moves} moves of the submission are not the model's; "
-            f"{TEMPLATE.name} has to compute what features.py and policy.py do"
+            f"{TEMPLATE.name} has to compute what features.py and search.py do"
         )
     return moves, slowest
 
@@ -136,11 +141,13 @@ def ask(submission: dict[str, Any], observation: dict[Any, Any]) -> int:
     return move[0].index(1)
 
 
+@user_error("cannot export", OSError, ValueError)
 def main(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)  # the check asks for one state at a time, which a second one would only delay
     if not args.output.parent.is_dir():
         raise FileNotFoundError(f"cannot write {args.output}: there is no folder {args.output.parent}")
     model = parse(args.model)
-    policy = load_search(model, args.depth) if args.depth else load_policy(model)
+    policy = load_player(model, args.depth)
     unchecked = args.output.with_name(f"{args.output.name}.tmp")
     try:
         write(policy, unchecked)
@@ -153,9 +160,5 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # the check asks for one state at a time, which a second one would only delay
-    try:
+    with one_message(logging.Formatter("%(message)s")):
         main(read_settings())
-    except (OSError, ValueError) as error:
-        print(f"export.py: {error}", file=sys.stderr)
-        sys.exit(2)

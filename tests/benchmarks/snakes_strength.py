@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "snakes_ddpg"))
 from snakes import runs
 from snakes.evaluation import play_games
 from snakes.opponents import OPPONENTS
-from snakes.search import load_search
+from snakes.search import load_player
 
 TRAINER = Path(runs.__file__).parents[1] / "rl_trainer" / "main_ddp.py"
 GAMES_SEED = 12345  # neither that of training nor that of its evaluations
@@ -70,7 +70,7 @@ def main() -> None:
     found = {}
     for seed in tqdm(args.seeds, unit="seed", disable=None):
         found[seed], seconds = train(seed, args.ranks, args.runs_folder, args.flags)
-        policy = load_search(runs.find_model(found[seed].name, root=args.runs_folder))
+        policy = load_player(runs.find_model(found[seed].name, root=args.runs_folder))
         results = [play_games(policy, player, args.games, seed=GAMES_SEED) for player in OPPONENTS.values()]
         rates = " | ".join(f"{result.win_rate:.3f} ± {result.standard_error:.3f}" for result in results)
         total = json.loads((found[seed] / "summary.json").read_text())["total"]

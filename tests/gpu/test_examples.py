@@ -11,7 +11,7 @@ from starting import ROOT, TORCHRUN, run, several
 
 EXAMPLES = ROOT / "examples"
 DIGITS = ("sklearn", "tensorboard", "tqdm")
-SNAKES = ("numba", "tensorboard", "tqdm", "matplotlib", "PIL")
+SNAKES = ("numba", "tensorboard", "tqdm", "PIL")
 ROBOT = ("gymnasium_robotics", "mujoco", "tensorboard", "tqdm", "PIL", "matplotlib")
 ON_ALL = pytest.param(several(), marks=pytest.mark.gpus(2))
 VIDEO = ("tensorboard", "tqdm", "PIL")

@@ -1,22 +1,22 @@
-"""Play this rank's share of the boards against an opponent, and remember what the three snakes of team A lived."""
+"""Play this rank's share of the boards, remember what the snakes of team A lived, and draw batches from it."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numba import njit
+from torch import nn
 
-from .features import observe
+from .features import DIRECTION, FEATURES, WAYS, observe
 from .game import SNAKES, START_LENGTH, Boards, Game, draw
-from .networks import Actor
 from .opponents import Player
-from .policy import explore
-from .replay import Replay
 
 TEAM = 0  # the side that learns; what it sees does not depend on the side
+MATES = 3  # snakes of that team
 NOBODY = np.iinfo(np.int64).max  # an opponent's number that no player has
 
 
@@ -56,7 +56,7 @@ class Collector:
         self._actions = np.zeros((len(boards), SNAKES), np.uint8)
 
     @torch.no_grad()
-    def play(self, actor: Actor, players: Sequence[Player], shares: np.ndarray, epsilon: float) -> Counter:
+    def play(self, actor: nn.Module, players: Sequence[Player], shares: np.ndarray, epsilon: float) -> Counter:
         """Play one step on all boards.
 
         Args:
@@ -152,3 +152,138 @@ def choose(boards, which, limits, opponents):
             opponents[b] = 0
             while at >= limits[opponents[b]]:
                 opponents[b] += 1
+
+
+@njit(cache=True, nogil=True)
+def explore(boards, team, probabilities, epsilon, ways, actions):
+    """Draw a way for each snake of a team, with probability `epsilon` any of the three alike.
+
+    Args:
+        boards: The boards, n.
+        team: 0 or 1.
+        probabilities: (n, 3, 3) float32, of each snake's ways.
+        epsilon: From 0 to 1.
+        ways: (n, 3) uint8, filled with the ways drawn, from the boards' own streams.
+        actions: (n, 6) uint8, of which the team's columns are filled.
+    """
+    for b in range(len(ways)):
+        for k in range(3):
+            way = draw(boards, b, WAYS)
+            if draw(boards, b, 1 << 15) >= epsilon * (1 << 15):
+                left = draw(boards, b, 1 << 15) / (1 << 15)
+                way = 0
+                while way < WAYS - 1 and left >= probabilities[b, k, way]:
+                    left -= probabilities[b, k, way]
+                    way += 1
+            ways[b, k] = way
+            actions[b, 3 * team + k] = DIRECTION[boards.headings[b, 3 * team + k], way]
+
+
+class Batch(NamedTuple):
+    """Hold transitions of single snakes, B rows. A row's target is `reward + weight * value of later`."""
+
+    seen: torch.Tensor  # (B, FEATURES) float32
+    way: torch.Tensor  # (B,) int64, the one taken
+    reward: torch.Tensor  # (B,) float32
+    weight: torch.Tensor  # (B,) float32: gamma, or 0 if the snake died
+    later: torch.Tensor  # (B, FEATURES) float32
+
+
+class Replay:
+    """Hold the last moments of all boards of this rank, in a ring.
+
+    A moment is what each snake sees, the way it takes, what that brings and whether it dies. A
+    board that was done at the moment before only shows its end there and starts anew: nobody moves,
+    the moment ends a transition but begins none.
+
+    Args:
+        moments: How many fit.
+        boards: On this rank.
+
+    Raises:
+        ValueError: If fewer than three fit; of two the first may be the one at which no board
+            moves.
+    """
+
+    def __init__(self, moments: int, boards: int) -> None:
+        if moments < 3:
+            raise ValueError(
+                f"a batch is drawn from at least three moments of {boards} boards, which takes --buffer_size "
+                f"{3 * MATES * boards} per rank, but there is room for {moments}: raise it, or play fewer boards"
+            )
+        shape = (moments, boards, MATES)
+        self.seen = np.zeros((*shape, FEATURES), np.float32)
+        self.ways = np.zeros(shape, np.uint8)
+        self.rewards = np.zeros(shape, np.float32)
+        self.died = np.zeros(shape, np.bool_)
+        self.moved = np.zeros(shape[:2], np.bool_)
+        self.count = 0  # moments added so far
+
+    def __len__(self) -> int:
+        """Count the transitions of single snakes that it holds."""
+        return min(self.count, len(self.seen)) * self.ways[0].size
+
+    def next(self) -> int:
+        """Return the place of the moment to fill now, which counts from here on."""
+        self.count += 1
+        return (self.count - 1) % len(self.seen)
+
+    def ready(self, size: int) -> bool:
+        """Tell if it holds as many transitions as a batch needs; alike on every rank.
+
+        Raises:
+            ValueError: If it never can.
+        """
+        moments, boards = self.moved.shape
+        if size > self.ways.size:
+            raise ValueError(
+                f"a batch of {size} rows does not fit {moments} moments of {boards} boards, {self.ways.size} "
+                "transitions per rank: raise --buffer_size, or lower the batch size"
+            )
+        return self.count > 1 and len(self) >= size
+
+    def sample(self, size: int, gamma: float, rng: np.random.Generator, device: torch.device) -> Batch:
+        """Draw transitions, all with the same probability.
+
+        Args:
+            size: How many.
+            gamma: Discount per step.
+            rng: Of this rank.
+            device: Where to put them.
+
+        Raises:
+            ValueError: If it is not `ready()`, or nobody has moved.
+        """
+        held = min(self.count, len(self.seen))
+        begins = (self.count - held + np.arange(held - 1)) % len(self.seen)  # the last one ends transitions only
+        if not self.ready(size) or not self.moved[begins].any():
+            raise ValueError(
+                f"the {held} moments held, {len(self)} transitions, do not make a batch of {size} rows: play on before "
+                "the next update, or raise --buffer_size"
+            )
+        rows = _draw(self.moved, begins, MATES, size, rng)
+        rows_later = (rows + self.ways[0].size) % self.ways.size
+        seen = self.seen.reshape(-1, FEATURES)
+        batch = Batch(
+            seen=seen.take(rows, 0),
+            way=self.ways.take(rows).astype(np.int64),
+            reward=self.rewards.take(rows),
+            weight=np.where(self.died.take(rows), 0, gamma).astype(np.float32),
+            later=seen.take(rows_later, 0),
+        )
+        return Batch(*(torch.from_numpy(array).to(device, non_blocking=True) for array in batch))
+
+
+@njit(cache=True, nogil=True)
+def _draw(moved, begins, snakes, size, rng):
+    """Draw snakes that moved at moments of `begins`, as rows of all that is held. To take these then is quicker."""
+    rows = np.empty(size, np.int64)
+    row = 0
+    while row < size:
+        at = begins[rng.integers(0, len(begins))]
+        board = rng.integers(0, moved.shape[1])
+        snake = rng.integers(0, snakes)
+        if moved[at, board]:
+            rows[row] = (at * moved.shape[1] + board) * snakes + snake
+            row += 1
+    return rows

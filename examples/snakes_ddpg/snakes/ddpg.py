@@ -1,4 +1,4 @@
-"""Train the agent: one actor and one critic for the three snakes, and their update.
+"""Define the networks, and train them: one actor and one critic for the three snakes, and their update.
 
 It comes from DDPG (Lillicrap et al., arXiv:1509.02971), of which are the replay, the target
 networks and an actor that climbs what the critic says. But an action is one of three ways to go,
@@ -9,18 +9,107 @@ arXiv:1709.00503). The README lists all departures, and why.
 
 from __future__ import annotations
 
+import re
 import time
 from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 import ddpkit
 
-from .networks import Actor, Critic, load_weights
-from .replay import Batch
+from .collector import Batch
+from .features import FEATURES, WAYS
+
+
+class Perceptron(nn.Sequential):
+    """Map FEATURES -> hidden -> hidden -> WAYS, with ReLU between.
+
+    With `bfloat16` set, the second layer computes in it, from float32 weights, which a CPU that has it
+    does in a third of the time. The others stay in float32: in bfloat16 the first one, which sees the
+    features, makes weaker players, and for the last one two ways may be almost as good.
+    """
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(
+            nn.Linear(FEATURES, hidden),
+            nn.ReLU(inplace=True),
+            nn.Linear(hidden, hidden),
+            nn.ReLU(inplace=True),
+            nn.Linear(hidden, WAYS),
+        )
+        self.bfloat16 = False
+
+    def forward(self, seen: torch.Tensor) -> torch.Tensor:
+        if not self.bfloat16:
+            return super().forward(seen)
+        first, activation, second, _, last = self
+        hidden = activation(first(seen).bfloat16())  # in half the memory, and to the bits the same, as in float32
+        with torch.autocast(hidden.device.type, torch.bfloat16):
+            hidden = activation(second(hidden))
+        return last(hidden.float())
+
+
+def computes_in_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Tell if this CPU has instructions for matrices in bfloat16; without them it is slower than float32."""
+    try:
+        return re.search(r"\b(avx512|amx)_bf16\b", cpuinfo.read_text()) is not None
+    except OSError:
+        return False
+
+
+class Actor(nn.Module):
+    """Map what snakes see, float32 of shape (..., FEATURES), to the ways' probabilities, (..., WAYS)."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.layers = Perceptron(hidden)
+
+    def forward(self, seen: torch.Tensor) -> torch.Tensor:
+        scores = self.layers(seen).movedim(-1, 0).contiguous()  # torch's softmax is seven times as quick like that
+        return scores.softmax(0).movedim(0, -1).contiguous()
+
+
+class Critic(nn.Module):
+    """Map what snakes see, float32 of shape (..., FEATURES), to the ways' values, (..., WAYS).
+
+    It takes no action, as a critic of DDPG does, but gives all their values at once. The expected
+    value of the actor's probabilities is `(values * probabilities).sum(-1)`; its gradient in them
+    is `values` itself.
+    """
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.values = Perceptron(hidden)  # not `layers`: nobody shall take a critic for an actor
+
+    def forward(self, seen: torch.Tensor) -> torch.Tensor:
+        return self.values(seen)
+
+
+def load_network(kind: type[nn.Module], path: Path, hidden: int | None = None) -> nn.Module:
+    """Load an Actor or a Critic from a file that holds its state dict, of whatever width if none is given.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it holds anything else, or a network of other shapes.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}: a run keeps its models in its folder trained_model")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        network = kind(hidden or len(next(iter(state.values()))))
+        network.load_state_dict(state)
+        return network
+    except Exception as error:  # not a file of torch, not of weights, or of other shapes
+        what = "an actor" if kind is Actor else "a critic"
+        first = " ".join(str(error).split()).partition(". ")[0].rstrip(".")  # the rest is advice of torch
+        raise ValueError(
+            f"{path} does not hold {what} from {FEATURES} features to {WAYS} ways ({type(error).__name__}: {first}). "
+            "Train it anew: a model is good only for the features and the --hidden that it was trained with"
+        ) from error
 
 
 class DDPG:
@@ -38,6 +127,7 @@ class DDPG:
     def __init__(
         self, device: torch.device, *, hidden: int, a_lr: float, c_lr: float, tau: float, bfloat16: bool = False
     ) -> None:
+        self.hidden = hidden
         self.actor = Actor(hidden).to(device)
         self.critic = Critic(hidden).to(device)
         self.actor.layers.bfloat16 = bfloat16
@@ -48,7 +138,9 @@ class DDPG:
         critic = {"params": self.critic.parameters(), "lr": c_lr}
         self.optimizer = torch.optim.Adam([actor, critic], fused=True)
         self.tau = tau
-        self.exchange = Exchange(self.networks)
+        self.exchange_seconds = 0.0  # spent in exchanging gradients so far, most of it waiting for other ranks
+        self._averaging = ExitStack()  # of the block in which gradients travel
+        self._under_way = False
 
     def losses(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the actor's and the critic's loss, means over the batch.
@@ -81,25 +173,42 @@ class DDPG:
         actor_loss, critic_loss = self.losses(batch)
         self.optimizer.zero_grad()
         (actor_loss + critic_loss).backward()
-        self.exchange.start()
+        start = time.perf_counter()
+        self._averaging.enter_context(ddpkit.averaging(self.networks))
+        self._under_way = True
+        self.exchange_seconds += time.perf_counter() - start
         return torch.stack([actor_loss.detach(), critic_loss.detach()])
 
     def finish_update(self) -> None:
         """Finish the step that was started, if any, by the mean gradients of all ranks. Collective."""
-        if not self.exchange.under_way:
+        if not self._under_way:
             return
-        self.exchange.finish()
+        self._under_way = False
+        self._receive()
         for network in self.networks:
             nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         self.optimizer.step()
         with torch.no_grad():
             torch._foreach_lerp_(list(self.targets.parameters()), list(self.networks.parameters()), self.tau)
 
+    def _receive(self) -> None:
+        """Wait for the mean gradients of all ranks. Collective."""
+        start = time.perf_counter()
+        self._averaging.close()
+        self.exchange_seconds += time.perf_counter() - start
+
     def set_rates(self, a_lr: float, c_lr: float) -> None:
         """Set the learning rates of the next steps."""
-        actor, critic = self.optimizer.param_groups
-        actor["lr"] = a_lr
-        critic["lr"] = c_lr
+        for group, lr in zip(self.optimizer.param_groups, (a_lr, c_lr), strict=True):
+            group["lr"] = lr
+
+    def parts(self) -> dict[str, Any]:
+        """Name the parts that a checkpoint holds."""
+        return {"networks": self.networks, "targets": self.targets, "optimizer": self.optimizer}
+
+    def states(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the weights of actor and critic, to be saved."""
+        return self.actor.state_dict(), self.critic.state_dict()
 
     def load(self, actor: Path, critic: Path) -> None:
         """Load the weights of two files `actor_*.pth` and `critic_*.pth`, into the targets too.
@@ -107,33 +216,6 @@ class DDPG:
         Raises:
             ValueError: If they do not fit.
         """
-        load_weights(self.actor, actor)
-        load_weights(self.critic, critic)
+        self.actor.load_state_dict(load_network(Actor, actor, self.hidden).state_dict())
+        self.critic.load_state_dict(load_network(Critic, critic, self.hidden).state_dict())
         self.targets.load_state_dict(self.networks.state_dict())
-
-
-class Exchange:
-    """Average the gradients of networks over all ranks, while the program does other work.
-
-    `ddpkit.averaging()` does that for a block; here the block's begin and end are two calls.
-    """
-
-    def __init__(self, networks: nn.Module) -> None:
-        self.networks = networks
-        self.under_way = False
-        self.seconds = 0.0  # spent in both calls so far, most of it waiting for other ranks
-        self._averaging = ExitStack()
-
-    def start(self) -> None:
-        """Send this rank's gradients; from now on the parameters have none. Collective."""
-        start = time.perf_counter()
-        self._averaging.enter_context(ddpkit.averaging(self.networks))
-        self.under_way = True
-        self.seconds += time.perf_counter() - start
-
-    def finish(self) -> None:
-        """Wait for the means of all ranks, and give them to the parameters. Collective."""
-        start = time.perf_counter()
-        self.under_way = False
-        self._averaging.close()
-        self.seconds += time.perf_counter() - start

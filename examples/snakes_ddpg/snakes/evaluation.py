@@ -1,14 +1,23 @@
-"""Let two players meet in whole games, on both sides, and count."""
+"""Let players meet: games counted on both sides, and the league of those whom the agent meets in training."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import astuple, dataclass
+from typing import Any
 
 import numpy as np
 
+from .ddpg import Actor
 from .game import SNAKES, Game
-from .opponents import Player
+from .opponents import Player, get
+from .search import Policy
+
+BOARDS = 256  # games played side by side
+DECAY = 0.9  # what a result counts a round later, in the league
+FLOOR = 0.02  # so that nobody in it is forgotten
 
 
 @dataclass(frozen=True)
@@ -32,11 +41,13 @@ class Result:
         return Result(*(mine + yours for mine, yours in zip(astuple(self), astuple(other), strict=True)))
 
     def __str__(self) -> str:
+        as_a = _mean(self.wins_as_a, self.games_as_a)
+        as_b = _mean(self.wins - self.wins_as_a, self.games - self.games_as_a)
+        score, deaths, other_score, other_deaths = (_mean(total, self.games) for total in astuple(self)[5:])
         return (
             f"{self.wins} of {self.games} games won, {self.draws} drawn: win rate {self.win_rate:.3f} "
-            f"+- {self.standard_error:.3f} (as A {self.win_rate_as_a:.3f}, as B {self.win_rate_as_b:.3f}), "
-            f"score {self.scores[0]:.1f} : {self.scores[1]:.1f}, "
-            f"deaths {self.deaths_per_game[0]:.1f} : {self.deaths_per_game[1]:.1f}"
+            f"+- {self.standard_error:.3f} (as A {as_a:.3f}, as B {as_b:.3f}), "
+            f"score {score:.1f} : {other_score:.1f}, deaths {deaths:.1f} : {other_deaths:.1f}"
         )
 
     @property
@@ -45,7 +56,7 @@ class Result:
 
     @property
     def win_rate(self) -> float:
-        """Divide games won by games; a draw is not won. Not a number if there were no games, as all other means."""
+        """Divide games won by games; a draw is not won. Not a number if there were no games, as the lead."""
         return _mean(self.wins, self.games)
 
     @property
@@ -54,39 +65,12 @@ class Result:
         return math.sqrt(self.win_rate * (1 - self.win_rate) / max(self.games, 1))
 
     @property
-    def win_rate_as_a(self) -> float:
-        return _mean(self.wins_as_a, self.games_as_a)
-
-    @property
-    def win_rate_as_b(self) -> float:
-        return _mean(self.wins - self.wins_as_a, self.games - self.games_as_a)
-
-    @property
-    def scores(self) -> tuple[float, float]:
-        """Average the score per game of the first and of the second player."""
-        return _mean(self.score, self.games), _mean(self.other_score, self.games)
-
-    @property
     def lead(self) -> float:
         """Subtract the second player's mean score per game from the first's."""
-        return self.scores[0] - self.scores[1]
-
-    @property
-    def deaths_per_game(self) -> tuple[float, float]:
-        """Average the deaths of the first and of the second player's three snakes together."""
-        return _mean(self.deaths, self.games), _mean(self.other_deaths, self.games)
+        return _mean(self.score, self.games) - _mean(self.other_score, self.games)
 
 
-def play_games(
-    player: Player,
-    other: Player,
-    games: int,
-    *,
-    seed: int = 0,
-    first: int = 0,
-    boards: int = 256,
-    both_sides: bool = True,
-) -> Result:
+def play_games(player: Player, other: Player, games: int, *, seed: int = 0, first: int = 0) -> Result:
     """Play whole games of 200 steps; the larger score at the end wins.
 
     Games 2k and 2k + 1 begin alike, with `player` as team A in the one and as team B in the other.
@@ -99,48 +83,19 @@ def play_games(
         games: Number of games.
         seed: Of all games.
         first: Number of the first game.
-        boards: Games played side by side.
-        both_sides: Swap sides; if not, `player` is always team A.
-
-    Raises:
-        ValueError: If a number is negative, or `boards` is 0.
     """
-    if min(games, first) < 0 or boards < 1:
-        raise ValueError(f"need games >= 0, first >= 0, boards >= 1; got {games}, {first}, {boards}")
-    if not both_sides:
-        return _play_side(player, other, 0, range(first, first + games), seed, boards)
     end = first + games
-    as_a = _play_side(player, other, 0, range((first + 1) // 2, (end + 1) // 2), seed, boards)
-    return as_a + _play_side(player, other, 1, range(first // 2, end // 2), seed, boards)
-
-
-def _play_side(player: Player, other: Player, side: int, numbers: range, seed: int, boards: int) -> Result:
-    """Play the games that begin on the boards of these numbers, `player` as team `side`."""
+    sides = range((first + 1) // 2, (end + 1) // 2), range(first // 2, end // 2)
     result = Result()
-    for first in numbers[::boards]:
-        count = min(boards, numbers.stop - first)
-        scores, deaths = _play(player, other, side, Game(count, seed, first=first))
-        wins = int((scores[:, 0] > scores[:, 1]).sum())
-        draws = int((scores[:, 0] == scores[:, 1]).sum())
-        games_as_a, wins_as_a = (count, wins) if side == 0 else (0, 0)
-        score, other_score = scores.sum(0).tolist()
-        died, other_died = deaths.sum(0).tolist()
-        result += Result(
-            games=count,
-            wins=wins,
-            draws=draws,
-            games_as_a=games_as_a,
-            wins_as_a=wins_as_a,
-            score=score,
-            deaths=died,
-            other_score=other_score,
-            other_deaths=other_died,
-        )
+    for side, numbers in enumerate(sides):
+        for begin in numbers[::BOARDS]:
+            count = min(BOARDS, numbers.stop - begin)
+            result += _play(player, other, side, Game(count, seed, first=begin))
     return result
 
 
-def _play(player: Player, other: Player, side: int, game: Game) -> tuple[np.ndarray, np.ndarray]:
-    """Play every board to its end; return scores and deaths, (n, 2) each, `player` first."""
+def _play(player: Player, other: Player, side: int, game: Game) -> Result:
+    """Play every board to its end, `player` as team `side`."""
     count = len(game.done)
     actions = np.zeros((count, SNAKES), np.uint8)
     scores, deaths = np.zeros((2, count, 2), np.int64)
@@ -155,9 +110,80 @@ def _play(player: Player, other: Player, side: int, game: Game) -> tuple[np.ndar
             scores[ended] = game.scores()[ended]
             playing &= ~ended
             game.reset(game.done)  # a game that ended early must not be played on
-    order = [side, 1 - side]
-    return scores[:, order], deaths[:, order]
+    mine, theirs = scores[:, side], scores[:, 1 - side]
+    wins = int((mine > theirs).sum())
+    is_a = side == 0
+    return Result(
+        games=count,
+        wins=wins,
+        draws=int((mine == theirs).sum()),
+        games_as_a=count * is_a,
+        wins_as_a=wins * is_a,
+        score=int(mine.sum()),
+        deaths=int(deaths[:, side].sum()),
+        other_score=int(theirs.sum()),
+        other_deaths=int(deaths[:, 1 - side].sum()),
+    )
 
 
 def _mean(total: int, games: int) -> float:
     return total / games if games else math.nan
+
+
+class League:
+    """Hold the players, alike on every rank: the ladder's, then past selves; a new one replaces the oldest.
+
+    Args:
+        ladder: Names of scripted players.
+        selves: How many past selves it keeps; together they weigh as one player.
+    """
+
+    def __init__(self, ladder: Sequence[str], selves: int) -> None:
+        self.names = [*ladder, *(f"self {number}" for number in range(selves))]
+        self.players: list[Player] = [get(name) for name in ladder]
+        self.ladder = len(ladder)
+        self.selves = selves
+        self.added = 0  # selves so far
+        self.games = np.full(len(self.names), 2.0)
+        self.wins = np.full(len(self.names), 1.0)  # of the agent
+
+    def add(self, actor: Actor) -> None:
+        """Add the agent as it is now."""
+        place = self.ladder + self.added % self.selves
+        self.players[place : place + 1] = [Policy(deepcopy(actor).requires_grad_(False))]
+        self.games[place] = 2.0
+        self.wins[place] = 1.0
+        self.added += 1
+
+    def note(self, sums: Mapping[str, int]) -> None:
+        """Take in the results of a round, of all ranks, as `Collector.play()` names them."""
+        for place in range(len(self.players)):
+            self.games[place] = DECAY * self.games[place] + sums[f"met_{place}"]
+            self.wins[place] = DECAY * self.wins[place] + sums[f"beaten_{place}"]
+
+    def shares(self) -> np.ndarray:
+        """Find the part of the games to play against each player: as often as it is not beaten."""
+        count = len(self.players)
+        shares = 1 - (self.wins / self.games)[:count] + FLOOR
+        shares[self.ladder :] /= max(1, count - self.ladder)
+        return shares / shares.sum()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all but the scripted players, for a checkpoint."""
+        return {
+            "selves": [player.actor.state_dict() for player in self.players[self.ladder :]],
+            "added": self.added,
+            "games": self.games.tolist(),
+            "wins": self.wins.tolist(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], actor: Actor) -> None:
+        """Load what `state_dict()` returned; `actor` is any of the same shape."""
+        del self.players[self.ladder :]
+        self.added = 0
+        for weights in state["selves"]:
+            self.add(actor)
+            self.players[-1].actor.load_state_dict(weights)
+        self.added = state["added"]
+        self.games[:] = state["games"]
+        self.wins[:] = state["wins"]

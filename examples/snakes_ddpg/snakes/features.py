@@ -6,7 +6,8 @@ and a safe one that stays off every cell that another snake could reach as early
 the next bean is and how much room there is, as a snake with bodies and rivals in its way would find
 out.
 
-Sets of cells and how they spread are those of `floods.py`.
+A set of cells is held in five 64-bit words of two rows each, and every loop runs over all boards, so
+that the compiler can put several boards into one vector instruction. Arrays of sets are (5, n), uint64.
 """
 
 from __future__ import annotations
@@ -14,23 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from .floods import ALL, BIT, WORD, WORDS, count, remove, spread
-from .game import (
-    BEAN,
-    BEANS,
-    CELLS,
-    COLUMNS,
-    DOWN,
-    LEFT,
-    NEXT,
-    NONE,
-    RIGHT,
-    ROWS,
-    SNAKES,
-    START_LENGTH,
-    UP,
-    segment,
-)
+from .game import BEAN, BEANS, CELLS, COLUMNS, DOWN, LEFT, NEXT, NONE, RIGHT, ROWS, SNAKES, START_LENGTH, UP, segment
 
 WAYS = 3  # left, straight on, right
 # DIRECTION[heading, way]
@@ -45,6 +30,97 @@ _cells = np.arange(CELLS)
 _rows, _columns = (np.abs(np.subtract.outer(at, at)) for at in np.divmod(_cells, COLUMNS))
 # DISTANCE[cell, cell]: steps around the borders, whatever is in the way
 DISTANCE = (np.minimum(_rows, ROWS - _rows) + np.minimum(_columns, COLUMNS - _columns)).astype(np.uint8)
+
+
+# Sets of cells that spread
+
+WORDS = 5
+ALL = np.uint64((1 << 2 * COLUMNS) - 1)
+WORD = _cells // (2 * COLUMNS)
+BIT = np.uint64(1) << (_cells % (2 * COLUMNS)).astype(np.uint64)
+_LOW_ROW = np.uint64((1 << COLUMNS) - 1)
+_FIRST = np.uint64(1 | 1 << COLUMNS)  # the first column of both rows
+_LAST = np.uint64(_FIRST << np.uint64(COLUMNS - 1))
+_ONE = np.uint64(1)
+_WRAP = np.uint64(COLUMNS - 1)
+_ROW = np.uint64(COLUMNS)
+
+
+@njit(inline="always")
+def around(above, here, below):
+    """Find the cells of a word whose neighbours are in a set, of which three words in turn are given."""
+    right = ((here << _ONE) & ~_FIRST) | ((here >> _WRAP) & _FIRST)
+    left = ((here >> _ONE) & ~_LAST) | ((here << _WRAP) & _LAST)
+    down = ((here & _LOW_ROW) << _ROW) | (above >> _ROW)
+    up = (here >> _ROW) | ((below & _LOW_ROW) << _ROW)
+    return right | left | down | up
+
+
+@njit(cache=True)
+def spread(cells, open_cells):
+    """Grow sets of cells (5, n) by one step, over open cells (5, n)."""
+    for b in range(cells.shape[1]):
+        c0, c1, c2, c3, c4 = cells[0, b], cells[1, b], cells[2, b], cells[3, b], cells[4, b]
+        cells[0, b] = c0 | (around(c4, c0, c1) & open_cells[0, b])
+        cells[1, b] = c1 | (around(c0, c1, c2) & open_cells[1, b])
+        cells[2, b] = c2 | (around(c1, c2, c3) & open_cells[2, b])
+        cells[3, b] = c3 | (around(c2, c3, c4) & open_cells[3, b])
+        cells[4, b] = c4 | (around(c3, c4, c0) & open_cells[4, b])
+
+
+@njit(cache=True)
+def spread_edge(known, edge, open_cells):
+    """Grow sets by one step, from their edges, which were new in the step before; return if any grew.
+
+    Unlike in `spread()`, a cell that opens later is entered only by those who come to it then.
+    """
+    new = np.empty_like(edge)
+    for w in range(WORDS):
+        above, here, below = edge[w - 1], edge[w], edge[(w + 1) % WORDS]
+        for b in range(known.shape[1]):
+            new[w, b] = around(above[b], here[b], below[b]) & open_cells[w, b] & ~known[w, b]
+    grew = np.uint64(0)
+    for w in range(WORDS):
+        for b in range(known.shape[1]):
+            edge[w, b] = new[w, b]
+            known[w, b] |= new[w, b]
+            grew |= new[w, b]
+    return grew != np.uint64(0)
+
+
+@njit(cache=True)
+def remove(cells, others, rest):
+    """Fill `rest` with the cells that are not among the others', all (5, n)."""
+    for w in range(WORDS):
+        for b in range(cells.shape[1]):
+            rest[w, b] = cells[w, b] & ~others[w, b]
+
+
+@njit(cache=True)
+def add(cells, b, cell):
+    """Add a cell to the set of a board."""
+    cells[WORD[cell], b] |= BIT[cell]
+
+
+@njit(cache=True)
+def holds(cells, b, cell):
+    """Tell if the set of a board holds a cell."""
+    return cells[WORD[cell], b] & BIT[cell] != np.uint64(0)
+
+
+@njit(inline="always")
+def count(word):
+    """Count the set bits of one word of at most 40."""
+    m1 = np.uint64(0x5555555555555555)
+    m2 = np.uint64(0x3333333333333333)
+    m4 = np.uint64(0x0F0F0F0F0F0F0F0F)
+    word = word - ((word >> np.uint64(1)) & m1)
+    word = (word & m2) + ((word >> np.uint64(2)) & m2)
+    word = (word + (word >> np.uint64(4))) & m4
+    return (word * np.uint64(0x0101010101010101)) >> np.uint64(56)
+
+
+# What a snake sees
 
 
 @njit(cache=True)
@@ -71,11 +147,10 @@ def _measure(cells, area):
 @njit(cache=True)
 def _draw_sets(boards, first, free, beans):
     """Fill the sets of free cells and of beans, both (5, n). A tail that surely leaves in this step counts as free."""
+    free[:] = ALL
+    beans[:] = 0
     for b in range(free.shape[1]):
         board = first + b
-        for w in range(WORDS):
-            free[w, b] = ALL
-            beans[w, b] = np.uint64(0)
         for s in range(SNAKES):
             length = np.int64(boards.lengths[board, s])
             head = segment(boards, board, s, 0)
@@ -88,30 +163,26 @@ def _draw_sets(boards, first, free, beans):
                 cell = segment(boards, board, s, i)
                 free[WORD[cell], b] &= ~BIT[cell]
         for i in range(BEANS):
-            cell = boards.beans[board, i]
-            if cell != NONE:
-                beans[WORD[cell], b] |= BIT[cell]
+            if boards.beans[board, i] != NONE:
+                add(beans, b, boards.beans[board, i])
 
 
 @njit(cache=True)
 def _draw_heads(boards, first, but, heads):
     """Fill the sets (5, n) of all heads but one snake's."""
+    heads[:] = 0
     for b in range(heads.shape[1]):
-        for w in range(WORDS):
-            heads[w, b] = np.uint64(0)
         for s in range(SNAKES):
             if s != but:
-                cell = segment(boards, first + b, s, 0)
-                heads[WORD[cell], b] |= BIT[cell]
+                add(heads, b, segment(boards, first + b, s, 0))
 
 
 @njit(cache=True)
 def _draw_way(boards, first, s, way, free, cells):
     """Fill the sets (5, n) of the one cell that a way leads to, empty if that cell is not free."""
+    cells[:] = 0
     for b in range(cells.shape[1]):
         cell = NEXT[segment(boards, first + b, s, 0), DIRECTION[boards.headings[first + b, s], way]]
-        for w in range(WORDS):
-            cells[w, b] = np.uint64(0)
         cells[WORD[cell], b] = BIT[cell] & free[WORD[cell], b]
 
 

@@ -8,7 +8,6 @@ boards beside it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -309,38 +308,3 @@ class Game:
         """List the cells of each snake of a board, head first."""
         at = self.boards
         return [[int(segment(at, b, s, i)) for i in range(at.lengths[b, s])] for s in range(SNAKES)]
-
-    def put(
-        self, b: int, bodies: Sequence[Sequence[int]], headings: Sequence[int], beans: Sequence[int], time: int = 0
-    ) -> None:
-        """Put a board into a state: cells of each snake, head first; headings; cells of at most five beans.
-
-        Raises:
-            ValueError: If this is no state that a game can be in.
-        """
-        cells = [cell for body in (*bodies, beans) for cell in body]
-        if (
-            [len(bodies), len(headings)] != [SNAKES, SNAKES]
-            or min(map(len, bodies)) < START_LENGTH
-            or len(beans) > BEANS
-            or not {*headings} <= {UP, DOWN, LEFT, RIGHT}
-            or not {*cells} <= {*range(CELLS)}
-            or len({*cells}) < len(cells)
-        ):
-            raise ValueError(
-                f"expected {SNAKES} bodies of at least {START_LENGTH} cells, {SNAKES} headings from 0 to 3 and at most "
-                f"{BEANS} beans, all on different cells from 0 to {CELLS - 1}, "
-                f"found bodies {bodies}, headings {headings}, beans {beans}"
-            )
-        at = self.boards
-        at.cells[b] = 0
-        at.beans[b] = NONE
-        at.times[b] = time
-        at.heads[b] = 0
-        at.lengths[b] = [len(body) for body in bodies]
-        at.headings[b] = headings
-        for s, body in enumerate(bodies):
-            at.bodies[b, s, : len(body)] = body
-            np.add.at(at.cells[b], body, 1)
-        at.beans[b, : len(beans)] = beans
-        at.cells[b, beans] += BEAN

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 from numba import njit
 
-from .floods import ALL, BIT, WORD, WORDS, add, count, holds, remove, spread_edge
+from .features import ALL, BIT, WORD, WORDS, add, count, holds, remove, spread_edge
 from .game import BEAN, BEANS, CELLS, COLUMNS, NEXT, NONE, OPPOSITE, SNAKES, UP, Boards, draw, segment
 from .territory import territory
 
@@ -336,11 +336,11 @@ def get(opponent: str | int) -> Player:
     Raises:
         ValueError: If there is none; the message lists those there are.
     """
-    if isinstance(opponent, int) and 0 <= opponent < len(LEVELS):
-        opponent = LEVELS[opponent]
-    if opponent not in OPPONENTS:
+    levels = {str(level): name for level, name in enumerate(LEVELS)}
+    name = levels.get(str(opponent), opponent)
+    if name not in OPPONENTS:
         raise ValueError(
             f"there is no opponent {opponent!r}: choose one of {', '.join(OPPONENTS)}, "
             f"or a difficulty from 0 to {len(LEVELS) - 1}"
         )
-    return OPPONENTS[opponent]
+    return OPPONENTS[name]

@@ -20,6 +20,7 @@ import torch
 
 ROOT = Path(__file__).parents[1] / "rl_trainer" / "runs" / "snakes_3v3"
 MODELS = "trained_model"
+ACTORS = f"{MODELS}/actor_*.pth"
 
 
 def list_runs(root: Path = ROOT) -> dict[int, Path]:
@@ -32,17 +33,24 @@ def list_runs(root: Path = ROOT) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def list_models(folder: Path, what: str = "actor") -> dict[int | str, Path]:
-    """List the files of a run's actors, or critics, by episode, in order; "best" is the last."""
-    found = {}
-    for path in (folder / MODELS).glob("*"):
-        if match := re.fullmatch(rf"{what}_(\d+)\.pth", path.name):
-            found[int(match[1])] = path
-    models: dict[int | str, Path] = dict(sorted(found.items()))
-    best = folder / MODELS / f"{what}_best.pth"
-    if best.exists():
-        models["best"] = best
-    return models
+def list_models(folder: Path) -> dict[int | str, Path]:
+    """List the files of a run's actors by episode, in order; "best" is the last."""
+    found: dict[int | str, Path] = {}
+    for path in folder.glob(ACTORS):
+        name = path.stem.removeprefix("actor_")
+        if name == "best" or name.isdecimal():
+            found[name if name == "best" else int(name)] = path
+    return dict(sorted(found.items(), key=lambda item: (item[0] == "best", item)))
+
+
+def critic_of(actor: Path) -> Path:
+    """Name the file of the critic that was saved with an actor."""
+    return actor.with_name(actor.name.replace("actor", "critic"))
+
+
+def rival_of(actor: Path) -> Path:
+    """Name the file of the rivals' critic, which an actor that was refined has, too."""
+    return actor.with_name(actor.name.replace("actor", "rival"))
 
 
 def new_run(root: Path = ROOT) -> Path:
@@ -51,31 +59,26 @@ def new_run(root: Path = ROOT) -> Path:
     Raises:
         OSError: If it cannot be made.
     """
+    number = max(list_runs(root), default=0) + 1
     try:
-        return _new_run(root)
+        root.mkdir(parents=True, exist_ok=True)
+        while _is_claimed(root / f".run{number}"):
+            number += 1
+        folder = root / f"run{number}_{time.strftime('%Y%m%d_%H%M%S')}"
+        folder.mkdir()
+        return folder
     except OSError as error:
         text = f"cannot make a run's folder in {root}: {error.strerror}; name another place with --runs_folder"
         raise OSError(text) from error
 
 
-def _new_run(root: Path) -> Path:
-    """Claim the next free number by a folder that only one run can make, then make the run's."""
-    root.mkdir(parents=True, exist_ok=True)
-    number = max(list_runs(root), default=0)
-    while True:
-        number += 1
-        claim = root / f".run{number}"  # the folders' names hold a time too, so their names alone would not collide
-        try:
-            claim.mkdir()
-        except FileExistsError:  # another run is making the folder of this number
-            continue
-        try:
-            if number not in list_runs(root):
-                folder = root / f"run{number}_{time.strftime('%Y%m%d_%H%M%S')}"
-                folder.mkdir()
-                return folder
-        finally:
-            claim.rmdir()
+def _is_claimed(claim: Path) -> bool:
+    """Tell if a run has claimed a number by a folder of this name, and claim it; the runs' names hold a time, too."""
+    try:
+        claim.mkdir()
+        return False
+    except FileExistsError:
+        return True
 
 
 def find_run(run: int | str, root: Path = ROOT, holding: str = "") -> Path:
@@ -108,46 +111,30 @@ def find_run(run: int | str, root: Path = ROOT, holding: str = "") -> Path:
     return folder
 
 
-def find_model(run: int | str, episode: int | str | None = None, what: str = "actor", root: Path = ROOT) -> Path:
-    """Find the file of a model of a run.
+def find_model(run: int | str, episode: int | str | None = None, root: Path = ROOT, *, or_before: bool = False) -> Path:
+    """Find the file of a run's actor.
 
     Args:
         run: See `find_run()`.
         episode: After which it was saved, or "best"; None: the best by evaluation if there is one,
             else the last.
-        what: "actor" or "critic".
         root: Folder of the runs.
+        or_before: Take the last one before that episode if there is none of it.
 
     Raises:
         FileNotFoundError: If there is no such run or episode; the message lists those that exist.
     """
-    folder = find_run(run, root, f"{MODELS}/{what}_*.pth")
-    found = list_models(folder, what)
-    if episode is None and found:
-        return list(found.values())[-1]
-    if episode not in found:
-        looked_for = folder / MODELS / f"{what}_{'*' if episode is None else episode}.pth"
+    folder = find_run(run, root, ACTORS)
+    found = list_models(folder)
+    wanted = episode
+    if episode is None:
+        wanted = next(reversed(found), None)
+    elif or_before:
+        wanted = max((number for number in found if number != "best" and number <= episode), default=episode)
+    if wanted not in found:
+        looked_for = folder / MODELS / f"actor_{'*' if episode is None else episode}.pth"
         raise FileNotFoundError(f"there is no {looked_for}; the episodes of this run are: {_listed(found)}")
-    return found[episode]
-
-
-def find_models(run: int | str, episode: int | None, root: Path = ROOT) -> list[Path]:
-    """Find the actor and the critic of a run, those saved last up to an episode.
-
-    Args:
-        run: See `find_run()`.
-        episode: None: the best by evaluation if there are, else the last.
-        root: Folder of the runs.
-
-    Raises:
-        FileNotFoundError: If there is no such run or nothing so early; the message lists what
-            exists.
-    """
-    if episode is not None:
-        folder = find_run(run, root, f"{MODELS}/actor_*.pth")
-        saved = [number for number in list_models(folder) if number != "best" and number <= episode]
-        episode = max(saved, default=episode)
-    return [find_model(run, episode, what, root) for what in ("actor", "critic")]
+    return found[wanted]
 
 
 def parse(text: str, root: Path = ROOT, *, refined: bool = True) -> Path:
@@ -167,38 +154,31 @@ def parse(text: str, root: Path = ROOT, *, refined: bool = True) -> Path:
     if text.endswith(".pth"):
         raise FileNotFoundError(f"there is no file {text}; a run's model is also found as runN:EPISODE, runN or latest")
     run, episode = re.fullmatch(r"(.*?)(?::(\d+|best|refined))?", text).groups()
+    if episode and episode.isdecimal():
+        episode = int(episode)
     if episode == "refined":
-        return _find_refined(run, root)
-    model = find_model(run, int(episode) if episode and episode != "best" else episode, root=root)
+        path = find_run(run, root, ACTORS) / MODELS / "actor_refined.pth"
+        if path.is_file():
+            return path
+        raise FileNotFoundError(f"there is no {path}; python rl_trainer/refine.py {run} makes it")
+    model = find_model(run, episode, root)
     newer = model.with_name("actor_refined.pth")
-    if episode is None and refined and newer.is_file() and newer.stat().st_mtime_ns >= model.stat().st_mtime_ns:
+    if episode is None and refined and newer.is_file() and newer.stat().st_mtime >= model.stat().st_mtime:
         return newer
     return model
 
 
-def _find_refined(run: str, root: Path) -> Path:
-    """Find the model of a run that has critics for the search; nothing trains on from it."""
-    path = find_run(run, root, f"{MODELS}/actor_*.pth") / MODELS / "actor_refined.pth"
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no {path}; python rl_trainer/refine.py {run} makes it")
-    return path
+def save_models(folder: Path, episode: int | str, *states: Mapping[str, Any]) -> None:
+    """Write state dicts of an actor, its critic and perhaps the rivals' one under the episode's number, or a name.
 
-
-def save_models(
-    folder: Path,
-    episode: int | str,
-    actor: Mapping[str, Any],
-    critic: Mapping[str, Any],
-    rival: Mapping[str, Any] | None = None,
-) -> None:
-    """Write state dicts into a run's folder under the episode's number, or a name; a file is whole or absent."""
+    A file is whole or absent.
+    """
     (folder / MODELS).mkdir(parents=True, exist_ok=True)
-    states = {"critic": critic, "rival": rival, "actor": actor}
-    for what, state in states.items():
-        if state is None:
-            continue
-        with _replacing(folder / MODELS / f"{what}_{episode}.pth") as path:
-            torch.save(state, path)
+    path = folder / MODELS / f"actor_{episode}.pth"
+    named = list(zip((path, critic_of(path), rival_of(path)), states, strict=False))
+    for name, state in reversed(named):  # the actor, by which they are found, last
+        with _replacing(name) as whole:
+            torch.save(state, whole)
 
 
 def save_json(path: Path, values: Mapping[str, Any]) -> None:
@@ -207,22 +187,8 @@ def save_json(path: Path, values: Mapping[str, Any]) -> None:
         whole.write_text(json.dumps(values, indent=2, default=str) + "\n")
 
 
-def save_summary(folder: Path, summary: Mapping[str, Any]) -> None:
-    """Write the summary of a run's last part; those of the parts before, oldest first, are kept as `earlier`."""
-    path = folder / "summary.json"
-    earlier = []
-    if path.is_file():
-        last = json.loads(path.read_text())
-        earlier = [*last.pop("earlier", []), last]
-    save_json(path, {**summary, "earlier": earlier})
-
-
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read the settings of a run.
-
-    Raises:
-        FileNotFoundError: If the folder holds none.
-    """
+    """Read the settings of a run."""
     return json.loads((folder / "config.json").read_text())
 
 

@@ -1,4 +1,4 @@
-"""Play with a few steps of search: change the ways that the actor prefers where what follows is better."""
+"""Play as a trained model: by its actor alone, or with a few steps of search for ways after which it stands better."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numba import njit
 
-from .escape import LIMIT, escape
-from .features import DIRECTION, DISTANCE, PER_WAY, WAYS
-from .game import SNAKES, START_LENGTH, Boards, foresee
-from .networks import Actor, Critic, load_actor, load_weights
-from .policy import Policy
+from .ddpg import Actor, Critic, load_network
+from .features import DIRECTION, DISTANCE, FEATURES, PER_WAY, WAYS, observe
+from .game import CELLS, NEXT, SNAKES, START_LENGTH, Boards, foresee, segment
+from .runs import critic_of, rival_of
 
 DEPTH = 6  # steps that it looks ahead
 GAMMA = 0.97  # discount per step, as in training
@@ -20,6 +20,28 @@ NEAR = 6  # steps between two heads up to which a rival's other ways are conside
 DOUBT = (0.1, 0.03)  # how probable it is that such a rival takes its second way, and its third
 TRAP = 0.6  # part of its gain that a snake counts as lost if it cannot go on
 MARGIN = 0.05  # by how much another way has to be better than the actor's
+LIMIT = 12  # steps after which a snake counts as safe from a trap
+PLACES = 300  # that are tried; a snake that has so many to try counts as safe, too
+
+
+class Policy:
+    """Play as one team, by each snake's most probable way: a player like those in `opponents.py`."""
+
+    def __init__(self, actor: Actor) -> None:
+        self.actor = actor
+        self.device = next(actor.parameters()).device
+
+    @torch.no_grad()
+    def __call__(self, boards: Boards, team: int, actions: np.ndarray) -> None:
+        ways = self.actor(self.look(boards, team)).argmax(-1).cpu().numpy()
+        snakes = slice(3 * team, 3 * team + 3)
+        actions[:, snakes] = DIRECTION[boards.headings[:, snakes], ways]
+
+    def look(self, boards: Boards, team: int) -> torch.Tensor:
+        """See what the actor takes: (n, 3, FEATURES), on its device."""
+        seen = np.empty((len(boards.times), 3, FEATURES), np.float32)
+        observe(boards, team, seen)
+        return torch.from_numpy(seen).to(self.device)
 
 
 class Search(Policy):
@@ -35,8 +57,7 @@ class Search(Policy):
         actor: Prefers ways.
         critic: Values them; trained with the actor.
         depth: Steps to look ahead.
-        rival: Values the ways of the rivals, which the team's value is the less by, if they were
-            trained to be subtracted.
+        rival: Values the ways of the rivals, which is subtracted, if the two were trained for that.
 
     Raises:
         ValueError: If the depth is below 1.
@@ -137,20 +158,80 @@ def _trapped(boards: Boards, team: int) -> np.ndarray:
     return (gains * (1 - steps / LIMIT)).sum(1)
 
 
-def load_search(path: Path, depth: int = DEPTH) -> Search:
-    """Load the player in a file `actor_*.pth` with the critic beside it, and the rivals' if there is one.
+def load_player(path: Path, depth: int = DEPTH) -> Policy:
+    """Load the player in a file `actor_*.pth`, which searches, unless the depth is 0, with the critics beside it.
 
     Raises:
         FileNotFoundError: If there is no such file, or no critic.
         ValueError: If they do not hold networks that see what `features.py` shows.
     """
-    actor = load_actor(path)
-    hidden = len(actor.layers[0].bias)
-    critic = Critic(hidden)
-    load_weights(critic, path.with_name(path.name.replace("actor", "critic")))
-    rivals = path.with_name(path.name.replace("actor", "rival"))
-    if not rivals.is_file():
-        return Search(actor, critic, depth)
-    rival = Critic(hidden)
-    load_weights(rival, rivals)
+    actor = load_network(Actor, path)
+    if depth == 0:
+        return Policy(actor)
+    critic = load_network(Critic, critic_of(path))
+    rival = load_network(Critic, rival_of(path)) if rival_of(path).is_file() else None
     return Search(actor, critic, depth, rival)
+
+
+# How long a snake can live where no other one can reach in its next step
+
+
+@njit(cache=True, nogil=True)
+def escape(boards, team, steps):
+    """Fill `steps`, float64 of shape (n, 3), with the steps that each snake of a team can go on, at most LIMIT.
+
+    It looks for a way along which every cell is free by then: all bodies, its own too, leave theirs
+    from the tail on. The cells beside another head are not free: it may be there first.
+    """
+    leaves = np.zeros(CELLS, np.int64)
+    for b in range(len(steps)):
+        for k in range(3):
+            _fill_leaves(boards, b, 3 * team + k, leaves)
+            steps[b, k] = _escape(boards, b, 3 * team + k, leaves)
+
+
+@njit(cache=True)
+def _fill_leaves(boards, b, s, leaves):
+    """Fill the step in which each cell is free again, at the end of which the head of snake `s` may enter it."""
+    leaves[:] = 0
+    for other in range(SNAKES):
+        length = np.int64(boards.lengths[b, other])
+        for i in range(length):
+            cell = segment(boards, b, other, i)
+            leaves[cell] = max(leaves[cell], length - i)
+        if other == s or length == 0:
+            continue
+        for direction in range(4):
+            cell = NEXT[segment(boards, b, other, 0), direction]
+            leaves[cell] = max(leaves[cell], LIMIT)
+
+
+@njit(cache=True)
+def _escape(boards, b, s, leaves):
+    """Search in depth for a way of one snake; change `leaves` on it."""
+    path = np.zeros(LIMIT + 1, np.int64)  # its cells
+    left = np.zeros(LIMIT + 1, np.int64)  # when each of them would have been free without the snake
+    tried = np.zeros(LIMIT + 1, np.int64)  # directions tried from each
+    path[0] = segment(boards, b, s, 0)
+    places = 0
+    longest = 0
+    time = 0
+    while time >= 0:
+        if tried[time] == 4:  # back
+            leaves[path[time]] = left[time]
+            time -= 1
+            continue
+        cell = NEXT[path[time], tried[time]]
+        tried[time] += 1
+        if leaves[cell] > time + 1:
+            continue
+        time += 1
+        places += 1
+        longest = max(longest, time)
+        if longest == LIMIT or places == PLACES:
+            return LIMIT
+        path[time] = cell
+        left[time] = leaves[cell]
+        leaves[cell] = time + np.int64(boards.lengths[b, s])
+        tried[time] = 0
+    return longest

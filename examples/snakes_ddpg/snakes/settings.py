@@ -1,68 +1,67 @@
-"""Read the settings of a run: its flags, and presets of them. What follows from them is in `plan.py`."""
+"""Read a run's flags and presets, and plan what follows from them on a number of ranks.
+
+Every schedule follows global counters, the episodes and environment steps of all boards of all
+ranks together, so it is the same on any number of ranks.
+"""
 
 from __future__ import annotations
 
 import argparse
 import math
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
 from shared.program import Parser, UserError
-
 from snakes import runs
-from snakes.opponents import LADDER, LEVELS, OPPONENTS
-from snakes.plan import BATCH_SIZE, LADDERS, LEAGUE, OPPONENT, ROUND
+from snakes.opponents import LEVELS, OPPONENTS
 
-ALL = "ladder"  # all strong scripted players, as --eval_opponent
-_ORIGINAL = {
-    "total_episodes": None,
-    "episode_length": 200,
-    "boards": 1,  # which becomes one per rank
-    "seed": 1,
-    "global_batch_size": None,
-    "buffer_size": 100_000,
-    "updates": 1,
-    "hidden": 256,
-    "epsilon": 0.5,
-    "epsilon_min": 0.0,
-    "reward": "own",
-    "opponent_difficulty_strategy": "curriculum",
-    "opponent_evasion_start_episode": 40_000,
-    "save_interval": 1000,
-    "lr_scaling": "none",
+from ddpkit import ScalePlan
+
+ROUND = 50  # steps of all boards from one look at the global counters to the next
+BATCH_SIZE = 6144  # rows per optimiser step, global, if no flag says otherwise
+LEAGUE = "league"  # the opponents of the strategy of that name
+EVASIVE = "evasive"  # the opponent's name
+OPPONENT = "greedy"  # for the strategy fixed, if no flag says otherwise
+
+# difficulty, to be rounded down, by the part of the run that is over
+LADDERS: dict[str, Callable[[float], float]] = {
+    "linear": lambda p: 4 * p,
+    "exponential": lambda p: 4 * p**1.5,
+    "curriculum": lambda p: sum(p >= change for change in (0.10, 0.30, 0.60, 0.85)),
 }
-_LADDER = _ORIGINAL | {
+
+_GUIDES = {
+    "total_episodes": None,
+    "boards": 1,  # which becomes one per rank
+    "global_batch_size": None,
     "batch_size": 128,
+    "buffer_size": 100_000,
+    "hidden": 256,
     "a_lr": 3e-4,
     "c_lr": 3e-4,
     "gamma": 0.99,
-    "tau": 0.01,
+    "epsilon": 0.5,
+    "epsilon_min": 0.0,
     "epsilon_speed": 0.9995,
+    "reward": "own",
+    "opponent_difficulty_strategy": "curriculum",
+}
+_GUIDE_C = {
+    "max_episodes": 6250,
+    "batch_size": 64,
+    "a_lr": 1e-4,
+    "c_lr": 1e-4,
+    "gamma": 0.95,
+    "tau": 0.001,
+    "epsilon_speed": 0.99998,
+    "opponent_difficulty_strategy": "fixed",
+    "opponent": "greedy",
 }
 PRESETS: dict[str, dict[str, Any]] = {
-    "guide-a": _LADDER | {"max_episodes": 6250, "lr_scaling": "linear"},
-    "guide-b": _LADDER | {"max_episodes": 50_000},
-    "guide-c": _ORIGINAL
-    | {
-        "max_episodes": 6250,
-        "batch_size": 64,
-        "a_lr": 1e-4,
-        "c_lr": 1e-4,
-        "gamma": 0.95,
-        "tau": 0.001,
-        "epsilon_speed": 0.99998,
-        "opponent_difficulty_strategy": "fixed",
-        "opponent": "greedy",
-    },
-}
-
-
-# Flags of public trainers that are not here, and where to go instead
-_ABSENT = {
-    "--model_episode": "use --load_model_run and --load_model_run_episode",
-    "--log_dir": "use --runs_folder, in which each run gets a folder of its own",
+    "guide-a": _GUIDES | {"max_episodes": 6250, "lr_scaling": "linear"},
+    "guide-b": _GUIDES | {"max_episodes": 50_000},
+    "guide-c": _GUIDES | _GUIDE_C,
 }
 
 
@@ -100,7 +99,7 @@ def _make_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("length and seed")
     add = group.add_argument
     either = group.add_mutually_exclusive_group().add_argument
-    add("--preset", type=_one_of(*PRESETS), help=f"the settings of a public guide: {', '.join(PRESETS)}")
+    add("--preset", choices=PRESETS, help="the settings of a public guide")
     text = "episodes, global"
     either("--total_episodes", action=_Either, const="max_episodes", type=count, default=12_000, help=text)
     text = "episodes per rank, instead; episodes in flags that say so are then counted per rank too"
@@ -108,17 +107,8 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--episode_length", type=count, default=200, help="steps of an episode")
     text = "boards played at once, global; rounded up to a multiple of the ranks"
     add("--boards", type=count, default=1024, help=text)
-    add(
-        "--time_limit",
-        type=_number(float, 0),
-        help=f"seconds after which to save and stop, at the next of every {ROUND} steps",
-    )
-    add(
-        "--seed",
-        type=_number(int, 0, 2**63 - 1),
-        default=1,
-        help="of the weights and, with its own stream each, of every board",
-    )
+    text = "of the weights and, with its own stream each, of every board"
+    add("--seed", type=_number(int, 0, 2**63 - 1), default=1, help=text)
 
     group = parser.add_argument_group("agent")
     add = group.add_argument
@@ -131,23 +121,18 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--buffer_size", type=count, default=200_000, help="transitions kept, per rank")
     add("--a_lr", type=rate, default=3e-3, help="learning rate of the actor, before scaling")
     add("--c_lr", type=rate, default=3e-3, help="learning rate of the critic, before scaling")
-    add(
-        "--lr_end",
-        type=share,
-        default=1.0,
-        help="part of the learning rates that is left at the run's end; it falls evenly",
-    )
+    text = "part of the learning rates that is left at the run's end; it falls evenly"
+    add("--lr_end", type=share, default=1.0, help=text)
     text = "what --batch_size on several ranks does to the learning rates; Adam ignores a gradient's scale: none"
-    add("--lr_scaling", type=_one_of("none", "linear", "sqrt"), default="none", help=text)
+    add("--lr_scaling", choices=("none", "linear", "sqrt"), default="none", help=text)
     text = "what a snake is paid for: its own length, or what its team gains on the other"
-    add("--reward", type=_one_of("own", "team"), default="team", help=text)
+    add("--reward", choices=("own", "team"), default="team", help=text)
     add("--gamma", type=share, default=0.97, help="discount per step")
     add("--tau", type=share, default=0.01, help="part of the way that the targets go per optimiser step")
     add("--hidden", type=count, default=128, help="width of the hidden layers")
     text = "of the networks' second layers; auto: bfloat16 on a CPU with instructions for it"
-    add("--precision", type=_one_of("auto", "float32", "bfloat16"), default="auto", help=text)
-    softmax = _only("softmax", "the actor chooses one of four directions")
-    add("--output_activation", type=softmax, default="softmax", help="of the actor")
+    add("--precision", choices=("auto", "float32", "bfloat16"), default="auto", help=text)
+    add("--output_activation", choices=("softmax",), default="softmax", help="of the actor")
 
     add = parser.add_argument_group("exploration and opponents").add_argument
     add("--epsilon", type=share, default=0.2, help="part of the moves that is random at first")
@@ -157,52 +142,42 @@ def _make_parser() -> argparse.ArgumentParser:
         f"{LEAGUE}: the ladder and past selves, each as often as it wins; {', '.join(LADDERS)}: how one opponent's "
         "difficulty grows from 0 to 4; fixed: --opponent"
     )
-    add("--opponent_difficulty_strategy", type=_one_of(LEAGUE, *LADDERS, "fixed"), default=LEAGUE, help=text)
-    text = f"for the strategy fixed: {', '.join(OPPONENTS)}, or a difficulty from 0 to {len(LEVELS) - 1}"
-    add("--opponent", type=_opponent, metavar="name", help=f"{text} (default: {OPPONENT})")
+    add("--opponent_difficulty_strategy", choices=(LEAGUE, *LADDERS, "fixed"), default=LEAGUE, help=text)
+    text = f"for the strategy fixed: a player, or a difficulty (default: {OPPONENT})"
+    add("--opponent", choices=(*OPPONENTS, *map(str, range(len(LEVELS)))), help=text)
     add("--enable_opponent_evasion", action="store_true", help="play against the evasive opponent later on")
     text = "when: an episode, from 1, global, or per rank with --max_episodes; or with a point, a part of the run: 0.8"
     add("--opponent_evasion_start_episode", type=_episode_or_part, default=40_000, metavar="E", help=text)
 
     add = parser.add_argument_group("files and reports").add_argument
-    add(
-        "--save_interval",
-        type=count,
-        default=1000,
-        help="episodes between checkpoints, global, or per rank with --max_episodes",
-    )
+    text = "episodes between checkpoints, global, or per rank with --max_episodes"
+    add("--save_interval", type=count, default=1000, help=text)
     add("--log_interval", type=count, default=500, help="episodes, global, between reports")
     text = "episodes, global, between evaluations; after each the agent joins the league as it is"
     add("--eval_interval", type=count, default=5000, help=text)
-    text = "games of an evaluation with each opponent, global, on both sides in turn"
+    text = "games of an evaluation with each of the ladder, global, on both sides in turn"
     add("--eval_games", type=count, default=100, help=text)
-    text = f"whom to evaluate against; {ALL}: {', '.join(LADDER)}, and the best has the greatest mean win rate"
-    add("--eval_opponent", type=_eval_opponent, default=ALL, metavar="name", help=text)
     add("--runs_folder", type=Path, default=runs.ROOT, help="where the runs' folders are")
     text = "go on with a run: a number, a folder, or latest, which it is without a value"
-    add("--resume", type=str, nargs="?", const="latest", metavar="RUN", help=text)
+    add("--resume", nargs="?", const="latest", metavar="RUN", help=text)
     text = "begin a new run with the weights of an old one, by default the latest"
     add("--load_model", action="store_true", help=text)
     add("--load_model_run", type=count, metavar="N", help="the run whose weights to load")
     text = "and the episode, or the last one saved before it; by default its best, else its last"
     add("--load_model_run_episode", type=count, metavar="E", help=text)
-    same = "as in the public trainers"
-    add("--game_name", help=same, type=_only("snakes_3v3", "this is a trainer for one game"), default="snakes_3v3")
-    add("--algo", help=same, type=_only("ddpg", "this is a trainer by one method"), default="ddpg")
+    add("--game_name", choices=("snakes_3v3",), default="snakes_3v3", help="as in the public trainers")
+    add("--algo", choices=("ddpg",), default="ddpg", help="as in the public trainers")
     return parser
 
 
 class _Parser(Parser):
-    """Say in one line what is wrong, and where to go instead of flags that are not here."""
+    """Say in one line what is wrong; the usage would be twenty."""
 
     def error(self, message: str) -> NoReturn:
-        for flag, instead in _ABSENT.items():
-            if flag in message:
-                raise UserError(f"{message}: {instead}")
         raise UserError(message)
 
 
-class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.MetavarTypeHelpFormatter):
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
     """Say nothing of a default that is none."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
@@ -229,36 +204,151 @@ def _number(kind: type, low: float, high: float = math.inf) -> Callable[[str], A
     return read
 
 
-def _one_of(*names: str) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        if text not in names:
-            near = get_close_matches(text, names, 1)
-            meant = f": did you mean {near[0]}?" if near else "."
-            raise argparse.ArgumentTypeError(f"there is no {text!r}{meant} Choose one of {', '.join(names)}")
-        return text
-
-    read.__name__ = "name"
-    return read
-
-
-def _only(name: str, reason: str) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        if text != name:
-            raise argparse.ArgumentTypeError(f"{text!r} is not possible, only {name}: {reason}")
-        return text
-
-    read.__name__ = "name"
-    return read
-
-
-def _opponent(text: str) -> str | int:
-    name = _one_of(*OPPONENTS, *map(str, range(len(LEVELS))))(text)
-    return int(name) if name.isdecimal() else name
-
-
-def _eval_opponent(text: str) -> str | int:
-    return text if text == ALL else _opponent(text)
-
-
 def _episode_or_part(text: str) -> int | float:
     return _number(int, 1)(text) if text.isdecimal() else _number(float, 0, 1)(text)
+
+
+def resolve(settings: argparse.Namespace, world_size: int) -> argparse.Namespace:
+    """Add what depends on the number of ranks.
+
+    Returns:
+        A copy of the settings with `world_size`; `episodes` (global); `boards_global` and
+        `boards_per_rank`; `batch_global` and `batch_per_rank` (rows per optimiser step); `actor_lr`
+        and `critic_lr`, scaled; `counted_by`, the global episodes to one that the flags count: the
+        ranks if `--max_episodes` told the run's length, also after it went on with other ranks,
+        else 1; `evasion_start` (episode, global); and `save_every` (episodes, global).
+
+    Raises:
+        ValueError: If the global batch does not divide by the ranks.
+    """
+    size = settings.batch_size
+    keep = "per_rank"
+    if size is None:
+        size = settings.global_batch_size or _round_up(BATCH_SIZE, world_size)
+        keep = "global"
+    actor = ScalePlan(size, settings.a_lr, world_size, keep=keep, rule=settings.lr_scaling)
+    critic = ScalePlan(size, settings.c_lr, world_size, keep=keep, rule=settings.lr_scaling)
+    episodes = settings.total_episodes or settings.max_episodes * world_size
+    counted_by = world_size if settings.max_episodes else getattr(settings, "counted_by", 1)
+    start = settings.opponent_evasion_start_episode
+    evasion_start = round(start * episodes) if isinstance(start, float) else start * counted_by
+    boards = _round_up(settings.boards, world_size)
+    added = {
+        "world_size": world_size,
+        "episodes": episodes,
+        "boards_global": boards,
+        "boards_per_rank": boards // world_size,
+        "batch_global": actor.global_batch_size,
+        "batch_per_rank": actor.per_rank_batch_size,
+        "actor_lr": actor.lr,
+        "critic_lr": critic.lr,
+        "counted_by": counted_by,
+        "evasion_start": evasion_start,
+        "save_every": settings.save_interval * counted_by,
+    }
+    return argparse.Namespace(**vars(settings) | added)
+
+
+def go_on(saved: Mapping[str, Any], world_size: int) -> dict[str, Any]:
+    """Put the settings of a run in terms of all ranks, so that they mean the same on another number of them."""
+    rates = {"a_lr": saved["actor_lr"], "c_lr": saved["critic_lr"], "lr_scaling": "none"}
+    lengths = {"total_episodes": saved["episodes"], "max_episodes": None}
+    batch = {"global_batch_size": _round_up(saved["batch_global"], world_size), "batch_size": None}
+    return {**saved, **lengths, **rates, **batch}
+
+
+def opponent_at(settings: argparse.Namespace, episode: int) -> str | int:
+    """Find whom to play in an episode (global, from 1), by name or difficulty. Takes resolved settings."""
+    if settings.enable_opponent_evasion and episode >= settings.evasion_start:
+        return EVASIVE
+    if settings.opponent_difficulty_strategy == LEAGUE:
+        return LEAGUE
+    if settings.opponent_difficulty_strategy == "fixed":
+        return settings.opponent or OPPONENT
+    grown = LADDERS[settings.opponent_difficulty_strategy](episode / settings.episodes)
+    return min(len(LEVELS) - 1, int(grown))
+
+
+def model_name(settings: argparse.Namespace, episodes: int, stopped: bool = False) -> int:
+    """Find the episode that a model is named by, counted as the run's flags are.
+
+    It is the last multiple of `--save_interval`, at the end the run's length: the counters are
+    looked at every `ROUND` steps of all boards, when some episodes more are over.
+
+    Args:
+        settings: Resolved settings.
+        episodes: Those that are over, global.
+        stopped: If the run ends here. Before its time, the name is how far it came.
+    """
+    if episodes >= settings.episodes:
+        return settings.episodes // settings.counted_by
+    if stopped:
+        return episodes // settings.counted_by
+    return episodes // settings.save_every * settings.save_interval
+
+
+def epsilon_at(settings: argparse.Namespace, environment_steps: int) -> float:
+    """Find the part of the moves that is random after so many environment steps of all ranks."""
+    floor = min(settings.epsilon_min, settings.epsilon)
+    return max(floor, settings.epsilon * settings.epsilon_speed**environment_steps)
+
+
+def rates_at(settings: argparse.Namespace, episode: int) -> tuple[float, float]:
+    """Find the learning rates of actor and critic after so many episodes of all ranks. Takes resolved settings."""
+    progress = min(1.0, episode / settings.episodes)
+    left = 1 - progress * (1 - settings.lr_end)
+    return settings.actor_lr * left, settings.critic_lr * left
+
+
+def describe(settings: argparse.Namespace) -> str:
+    """Describe what a run is going to do, in a few lines for its start. Takes resolved settings."""
+    s = settings
+    # steps of all boards together: one more per episode, to start anew, and the first, part
+    # episodes are not counted
+    length = s.episode_length
+    board_steps = _round_up(math.ceil(s.episodes / s.boards_global * (length + 1) + length), ROUND)
+    steps = board_steps * s.updates
+    opponents = s.opponent_difficulty_strategy
+    if opponents == "fixed":
+        opponents = f"{opponent_at(s, 1)}, all the time"
+    if s.enable_opponent_evasion:
+        opponents += f"; {EVASIVE} from episode {s.evasion_start:,}"
+    rows = {
+        "ranks": f"{s.world_size}",
+        "episodes": f"{s.episodes:,} in all, {s.episodes / s.world_size:,.10g} per rank, of {length} steps",
+        "boards": f"{s.boards_global:,} at once, {s.boards_per_rank:,} per rank",
+        "batch": f"{s.batch_global:,} rows per optimiser step, {s.batch_per_rank:,} per rank",
+        "learning rates": f"{s.actor_lr:g} (actor), {s.critic_lr:g} (critic), scaling {s.lr_scaling}",
+        "environment steps": f"some {board_steps * s.boards_global * length // (length + 1):,} in all",
+        "optimiser steps": f"some {steps:,}, each of all ranks together: {s.updates} per step of all boards",
+        "samples": f"some {steps * s.batch_global:,} rows drawn from the replays in all",
+        "models": f"saved every {s.save_every:,} episodes in all, as number {s.save_interval:,} and its multiples",
+        "epsilon": f"{s.epsilon:g} x {s.epsilon_speed:.10g} per environment step, not below {epsilon_at(s, 10**12):g}",
+        "opponents": opponents,
+    }
+    return "\n".join(f"{name:<18}  {value}" for name, value in rows.items())
+
+
+def cautions(settings: argparse.Namespace) -> list[str]:
+    """Name what a user may not have meant, a line each. Takes resolved settings."""
+    lines = []
+    if settings.episodes < settings.boards_global:
+        lines.append(
+            f"{settings.boards_global:,} boards at once play more than the {settings.episodes:,} episodes of the run: "
+            "lower --boards"
+        )
+    if settings.opponent is not None and settings.opponent_difficulty_strategy != "fixed":
+        lines.append(
+            f"--opponent {settings.opponent} does nothing: whom to play follows the strategy "
+            f"{settings.opponent_difficulty_strategy}; add --opponent_difficulty_strategy fixed"
+        )
+    if settings.enable_opponent_evasion and settings.evasion_start > settings.episodes:
+        lines.append(
+            f"the evasive opponent is never met: it comes with episode {settings.evasion_start:,}, the run ends with "
+            f"{settings.episodes:,}; pass a part of the run, as in --opponent_evasion_start_episode 0.8"
+        )
+    return lines
+
+
+def _round_up(count: int, ranks: int) -> int:
+    return -(-count // ranks) * ranks

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from snakes.collector import Collector
+from snakes.ddpg import Actor
 from snakes.features import DIRECTION, FEATURES, observe
 from snakes.game import NEXT, Boards
-from snakes.networks import Actor
 from snakes.opponents import LEVELS, OPPONENTS
 
 pytestmark = pytest.mark.storm  # it plays, and compiles what it plays with

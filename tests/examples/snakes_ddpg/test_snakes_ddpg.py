@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import on_ranks
-from snakes.ddpg import DDPG
-from snakes.features import FEATURES
-from snakes.networks import Actor, Critic
-from snakes.replay import Batch
+from snakes.collector import Batch
+from snakes.ddpg import DDPG, Actor, Critic, Perceptron, computes_in_bfloat16
+from snakes.features import FEATURES, WAYS
 from torch import nn
 
 import ddpkit
@@ -64,9 +63,8 @@ def update(agent: DDPG, batch: Batch) -> list[float]:
     before = flat(agent.networks)
     losses = agent.start_update(batch)
     np.testing.assert_array_equal(flat(agent.networks), before, err_msg="the step comes with the finish")
-    assert agent.exchange.under_way
     agent.finish_update()
-    assert (flat(agent.networks) != before).any() and not agent.exchange.under_way
+    assert (flat(agent.networks) != before).any()
     return losses.tolist()
 
 
@@ -111,20 +109,6 @@ def test_each_loss_has_gradients_in_its_own_network_only(which):
     assert gradients(agent.networks[1 - which]) is None and gradients(agent.targets) is None
 
 
-def test_the_actors_gradient_is_that_of_its_loss_in_small_steps():
-    agent, batch = make_agent(torch.float64), make_batch(dtype=torch.float64)
-    agent.losses(batch)[0].backward()
-    bias = agent.actor.layers[4].bias
-    for way in range(3):
-        with torch.no_grad():
-            losses = []
-            for step in (1e-6, -2e-6):
-                bias[way] += step
-                losses.append(agent.losses(batch)[0].item())
-            bias[way] += 1e-6
-        assert (losses[0] - losses[1]) / 2e-6 == pytest.approx(bias.grad[way].item(), rel=1e-5)
-
-
 # The update
 
 
@@ -139,26 +123,6 @@ def test_targets_begin_as_the_networks_and_follow_by_tau_without_gradients():
     assert gradients(agent.targets) is None and not any(p.requires_grad for p in agent.targets.parameters())
 
 
-def test_the_first_step_goes_a_learning_rate_down_the_gradient_in_each_network():
-    """Adam's first step is lr * g / (|g| + 1e-8), whatever the gradient's scale."""
-    agent, batch = make_agent(torch.float64), make_batch(dtype=torch.float64)
-    for which, lr in ((0, 0.01), (1, 0.02)):
-        before = flat(agent.networks[which])
-        sum(agent.losses(batch)).backward()
-        step = make_agent(torch.float64)
-        update(step, batch)
-        moved = flat(step.networks[which]) - before
-        strong = np.abs(gradients(agent.networks[which])) > 1e-4
-        assert strong.mean() > 0.5
-        np.testing.assert_allclose(moved[strong], -lr * np.sign(gradients(agent.networks[which])[strong]), rtol=0.01)
-
-
-def test_losses_of_an_update_are_those_before_it():
-    agent, batch = make_agent(), make_batch()
-    before = [loss.item() for loss in agent.losses(batch)]
-    assert update(agent, batch) == pytest.approx(before, rel=1e-6)
-
-
 def test_a_finish_without_a_start_changes_nothing():
     agent = make_agent()
     before = flat(agent.networks)
@@ -167,7 +131,7 @@ def test_a_finish_without_a_start_changes_nothing():
     after = flat(agent.networks)
     agent.finish_update()
     np.testing.assert_array_equal(flat(agent.networks), after)
-    assert (before != after).any() and agent.exchange.seconds > 0
+    assert (before != after).any() and agent.exchange_seconds > 0
 
 
 def test_a_start_before_the_last_finish_is_an_error():
@@ -183,14 +147,14 @@ def updates_of_rank(dtype: torch.dtype, scale: float) -> dict[str, Any]:
     """Five updates on this rank's share of the rows; everything that has changed, and what was averaged."""
     agent, norms, averaged, losses = make_agent(dtype), [], [], []
 
-    finish = agent.exchange.finish
+    finish = agent._receive
 
     def finish_and_note() -> None:
         finish()
         averaged.append(gradients(agent.networks))
         norms.append([float(np.linalg.norm(gradients(network))) for network in agent.networks])
 
-    agent.exchange.finish = finish_and_note
+    agent._receive = finish_and_note
     for step in range(5):
         share = slice(ddpkit.get_rank(), None, ddpkit.get_world_size())
         batch = Batch(*(part[share] for part in make_batch(step, dtype=dtype, scale=scale)))
@@ -285,23 +249,6 @@ def test_the_actor_comes_to_prefer_the_way_that_pays_in_the_state_where_it_pays(
     np.testing.assert_allclose(values, np.eye(3), atol=0.1)
 
 
-def test_what_is_gained_later_is_worth_its_weight_now():
-    """Way 0 gains nothing but leads to a state where every way gains 1: its value is the weight."""
-    torch.manual_seed(4)
-    agent = DDPG(CPU, hidden=32, a_lr=3e-3, c_lr=3e-3, tau=0.05)
-    here, there = torch.zeros(2, FEATURES)
-    here[0], there[1] = 1, 1
-    seen = torch.stack([here, here, here, there, there, there])
-    reward = torch.tensor([0.0, 0, 0, 1, 1, 1])
-    weight = torch.tensor([0.8, 0, 0, 0, 0, 0])
-    batch = Batch(seen, torch.tensor([0, 1, 2] * 2), reward, weight, there.expand(6, -1))
-    for _ in range(400):
-        update(agent, batch)
-    with torch.no_grad():
-        np.testing.assert_allclose(agent.critic(here), [0.8, 0, 0], atol=0.05)
-        assert agent.actor(here)[0] > 0.9
-
-
 # Weights from files
 
 
@@ -322,3 +269,56 @@ def test_weights_of_another_width_are_an_error_of_one_line_that_names_the_file(t
     with pytest.raises(ValueError, match=rf"{named}_1.pth does not hold an? {named} .*\[8, .*16.*--hidden") as caught:
         make_agent().load(tmp_path / "actor_1.pth", tmp_path / "critic_1.pth")
     assert "\n" not in str(caught.value)
+
+
+# The networks in bfloat16: near what they are in float32, and only where the CPU has it
+
+
+@pytest.fixture
+def network() -> Perceptron:
+    torch.manual_seed(0)
+    return Perceptron(64)
+
+
+def test_bfloat16_is_near_float32_and_its_results_are_float32(network: Perceptron) -> None:
+    seen = torch.rand(500, FEATURES)
+    exact = network(seen)
+    network.bfloat16 = True
+    near = network(seen)
+    assert near.dtype == torch.float32 and near.shape == (500, WAYS)
+    assert not torch.equal(near, exact)
+    assert (near - exact).abs().max() < 0.02 * exact.std()
+
+
+def test_weights_and_gradients_stay_in_float32(network: Perceptron) -> None:
+    seen = torch.rand(500, FEATURES)
+    gradients = []
+    for network.bfloat16 in (False, True):
+        network.zero_grad()
+        network(seen).square().mean().backward()
+        gradients.append(torch.cat([weights.grad.flatten() for weights in network.parameters()]))
+    exact, near = gradients
+    assert near.dtype == torch.float32
+    assert (near - exact).norm() < 0.02 * exact.norm()
+
+
+def test_networks_begin_in_float32() -> None:
+    assert not Actor(4).layers.bfloat16 and not Critic(4).values.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("flags", "has"),
+    [
+        ("flags : fpu avx512f avx512_bf16 avx512vbmi", True),
+        ("flags : fpu amx_bf16 amx_tile", True),
+        ("flags : fpu avx2 avx512f", False),
+        ("", False),
+    ],
+)
+def test_the_cpu_is_asked_for_bfloat16(tmp_path: Path, flags: str, has: bool) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\n{flags}\n")
+    assert computes_in_bfloat16(tmp_path / "cpuinfo") is has
+
+
+def test_a_system_without_that_file_has_none(tmp_path: Path) -> None:
+    assert not computes_in_bfloat16(tmp_path / "cpuinfo")

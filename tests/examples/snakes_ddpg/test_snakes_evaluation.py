@@ -1,8 +1,9 @@
+import itertools
 from dataclasses import astuple
 
 import numpy as np
 import pytest
-from snakes.evaluation import Result, play_games
+from snakes.evaluation import Result, _play, play_games
 from snakes.game import Game
 from snakes.opponents import OPPONENTS
 
@@ -42,55 +43,36 @@ def test_the_counts_are_those_of_games_played_one_by_one(players):
     assert play_games(*players, 30, seed=5) == expected
 
 
-def test_shares_of_the_games_add_up_however_they_are_cut_and_batched():
+@pytest.mark.parametrize("boards", [3, 8, 256])
+def test_shares_of_the_games_add_up_however_they_are_cut_and_batched(monkeypatch, boards):
     whole = play_games(RANDOM, GREEDY, 41, seed=2)
     assert (whole.games, whole.games_as_a) == (41, 21)
+    monkeypatch.setattr("snakes.evaluation.BOARDS", boards)
     for cuts in ([0, 41], [0, 1, 2, 20, 20, 41], [0, 7, 30, 41]):
         parts = [
-            play_games(RANDOM, GREEDY, end - first, seed=2, first=first, boards=boards)
-            for first, end, boards in zip(cuts, cuts[1:], (3, 256, 8, 1, 20), strict=False)
+            play_games(RANDOM, GREEDY, end - first, seed=2, first=first) for first, end in itertools.pairwise(cuts)
         ]
         assert sum(parts, Result()) == whole
     assert play_games(RANDOM, GREEDY, 41, seed=3) != whole
 
 
-def test_on_one_side_the_player_is_team_a():
-    def going(direction):
-        def player(boards, team, actions):
-            teams.add((direction, team))
-            actions[:, 3 * team : 3 * team + 3] = direction
-
-        return player
-
-    teams = set()
-    result = play_games(going(0), going(2), 3, both_sides=False)
-    assert teams == {(0, 0), (2, 1)}
-    assert (result.games, result.games_as_a) == (3, 3)
-    play_games(going(0), going(2), 3)
-    assert teams == {(0, 0), (2, 1), (0, 1), (2, 0)}
-
-
 def test_a_game_that_ends_early_counts_with_its_score_at_that_time(monkeypatch):
     ends = np.array([1, 150, 200, 200])  # steps after which each board is done
-    scores_then, deaths_then, clock, clocks = np.zeros((4, 2), int), np.zeros((4, 2), int), 0, []
+    scores_then, deaths_then, clock = np.zeros((4, 2), int), np.zeros((4, 2), int), 0
 
     class Short(Game):
         def step(self, actions):
             nonlocal clock
             super().step(actions)
             clock += 1
-            clocks.append(self.boards.times.tolist())
             deaths_then[clock <= ends] += self.died.reshape(4, 2, 3).sum(2)[clock <= ends]
-            self.done[:] = clock % 200 == 0
-            self.done |= clock == ends
+            self.done[:] = clock == ends
             scores_then[clock == ends] = self.scores()[clock == ends]
 
-    monkeypatch.setattr("snakes.evaluation.Game", Short)
-    result = play_games(GREEDY, GREEDY, 4, both_sides=False)
+    result = _play(GREEDY, GREEDY, 0, Short(4))
     assert (result.score, result.other_score) == tuple(scores_then.sum(0))
     assert (result.deaths, result.other_deaths) == tuple(deaths_then.sum(0))
     assert clock == 200
-    assert clocks[199] == [199, 50, 200, 200]  # what ended began anew, and was not counted
 
 
 def test_rates_follow_from_the_counts():
@@ -100,20 +82,15 @@ def test_rates_follow_from_the_counts():
     assert result.losses == 5
     assert result.win_rate == 0.4
     assert result.standard_error == pytest.approx((0.4 * 0.6 / 10) ** 0.5)
-    assert (result.win_rate_as_a, result.win_rate_as_b) == (3 / 4, 1 / 6)
-    assert result.scores == (2.5, 0.5)
-    assert result.deaths_per_game == (0.7, 1.2)
-    assert str(result).startswith("4 of 10 games won, 1 drawn: win rate 0.400 +- 0.155 (as A 0.750, as B 0.167)")
+    assert result.lead == 2
+    assert str(result) == (
+        "4 of 10 games won, 1 drawn: win rate 0.400 +- 0.155 (as A 0.750, as B 0.167), "
+        "score 2.5 : 0.5, deaths 0.7 : 1.2"
+    )
     assert astuple(result + result) == tuple(2 * value for value in astuple(result))
 
 
 def test_no_games_have_no_rate():
     nothing = play_games(GREEDY, RANDOM, 0)
     assert nothing == Result()
-    assert np.isnan([nothing.win_rate, nothing.standard_error, nothing.win_rate_as_b, *nothing.scores]).all()
-
-
-@pytest.mark.parametrize("wrong", [{"games": -1}, {"first": -1}, {"boards": 0}])
-def test_wrong_numbers_are_an_error(wrong):
-    with pytest.raises(ValueError, match="need games >= 0, first >= 0, boards >= 1; got"):
-        play_games(GREEDY, RANDOM, **{"games": 2, **wrong})
+    assert np.isnan([nothing.win_rate, nothing.standard_error, nothing.lead]).all() and "nan" in str(nothing)

@@ -6,6 +6,7 @@ import ast
 import gzip
 import json
 import pickle
+import re
 import runpy
 import subprocess
 import sys
@@ -19,12 +20,13 @@ import numpy as np
 import pytest
 import snakes.submission_template as template
 import torch
+from shared.program import UserError
+from snakes.ddpg import Actor, Critic
 from snakes.features import DIRECTION, FEATURES, observe
 from snakes.game import NEXT, OPPOSITE, SNAKES, Game
-from snakes.networks import Actor, Critic
 from snakes.opponents import OPPONENTS
-from snakes.policy import Policy
-from snakes.search import Search
+from snakes.search import Policy, Search
+from snakes_boards import crowded, place
 
 pytestmark = pytest.mark.storm  # the first time, compiling the players takes half a minute
 
@@ -112,7 +114,7 @@ def put(states: list[dict[str, Any]]) -> Game:
     """A game with a board for each state."""
     game = Game(len(states))
     for b, state in enumerate(states):
-        game.put(b, [numbers(body) for body in state["bodies"]], state["headings"], numbers(state["beans"]))
+        place(game, b, [numbers(body) for body in state["bodies"]], state["headings"], numbers(state["beans"]))
     return game
 
 
@@ -148,26 +150,8 @@ def test_a_submission_sees_what_the_compiled_features_show_all_through_a_game(na
     assert deaths > 10
 
 
-def wander(free: np.ndarray, rng: np.random.Generator) -> list[int]:
-    """A snake of 3 to 40 cells at random, which it takes from the free ones."""
-    while True:
-        body = [int(rng.choice(np.flatnonzero(free)))]
-        for _ in range(rng.integers(2, 40)):
-            ahead = [int(cell) for cell in NEXT[body[0]] if free[cell] and cell not in body]
-            body = [int(rng.choice(ahead)), *body] if ahead else body
-        if len(body) >= 3:
-            free[body] = False
-            return body
-
-
 def test_long_snakes_and_few_beans_look_alike_too():
-    rng = np.random.default_rng(4)
-    game = Game(100)
-    for b in range(100):
-        free = np.ones(200, bool)
-        bodies = [wander(free, rng) for _ in range(SNAKES)]
-        beans = rng.choice(np.flatnonzero(free), rng.integers(6), replace=False)
-        game.put(b, bodies, rng.integers(4, size=SNAKES).tolist(), beans.tolist())
+    game = crowded(100, beans=5)
     assert np.mean(game.boards.lengths) > 12
     assert_looks_as_compiled(game)
 
@@ -348,11 +332,6 @@ def test_a_heading_into_the_neck_lasts_for_the_step_of_the_respawn_alone(monkeyp
     assert headings[::SNAKES] == [2, 1, 0, 0, 2]
 
 
-def test_without_memory_a_snake_is_taken_to_have_moved():
-    assert template.find_heading([180, 0, 19], None) == 0
-    assert template.find_heading([180, 0, 20, 40], [77, 78, 79]) == 0  # none is put back so long
-
-
 def test_on_another_board_a_submission_goes_where_nothing_is_and_says_so_once(submission, capsys, caplog):
     player = runpy.run_path(str(submission))
     state = state_with([[0, 0], [1, 0], [2, 0]])
@@ -371,13 +350,6 @@ def test_in_a_match_nothing_raises(submission, observation, capsys):
     controller = runpy.run_path(str(submission))["my_controller"]
     assert controller(observation, None, False) == [[1, 0, 0, 0]]
     assert "flee() cannot play" in capsys.readouterr().err  # but it is told
-
-
-def test_nothing_raises_where_there_is_no_stderr_either(submission, monkeypatch):
-    player = runpy.run_path(str(submission))
-    monkeypatch.setattr(sys, "stderr", None)
-    assert player["my_controller"](None, None, False) == [[1, 0, 0, 0]]
-    assert list(player["failures"]) == ["choose", "flee"]
 
 
 def test_a_snake_without_a_free_cell_goes_up():
@@ -400,7 +372,7 @@ def is_refused(model, tmp_path, monkeypatch):
         assert good in export.TEMPLATE.read_text()
         wrong.write_text(export.TEMPLATE.read_text().replace(good, bad))
         monkeypatch.setattr(export, "TEMPLATE", wrong)
-        with pytest.raises(ValueError, match=match):
+        with pytest.raises(UserError, match=match):
             export.main(Namespace(model=str(model), output=tmp_path / "submission.py", depth=0))
         assert list(tmp_path.iterdir()) == [wrong]
 
@@ -429,7 +401,7 @@ def test_a_submission_that_raises_inside_is_not_written(is_refused, capsys, good
     assert capsys.readouterr().err == ""
 
 
-def test_what_cannot_be_exported_is_told_on_one_line(model, tmp_path, monkeypatch, capsys):
+def test_what_cannot_be_exported_is_told_on_one_line(model, tmp_path, monkeypatch):
     other = tmp_path / "actor_2.pth"
     torch.save(torch.nn.Linear(3, 3).state_dict(), other)
     for arguments, message in [
@@ -441,7 +413,18 @@ def test_what_cannot_be_exported_is_told_on_one_line(model, tmp_path, monkeypatc
         ),
     ]:
         monkeypatch.setattr(sys, "argv", ["export.py", *map(str, arguments)])
-        with pytest.raises(SystemExit, match="2"):
-            runpy.run_path(export.__file__, run_name="__main__")
-        told = capsys.readouterr().err
-        assert told.startswith(f"export.py: {message}") and told.count("\n") == 1
+        with pytest.raises(UserError, match=re.escape(message)) as caught:
+            export.main(export.read_settings())
+        assert "\n" not in str(caught.value)
+
+
+def test_without_memory_a_snake_is_taken_to_have_moved():
+    assert template.find_heading([180, 0, 19], None) == 0
+    assert template.find_heading([180, 0, 20, 40], [77, 78, 79]) == 0  # none is put back so long
+
+
+def test_nothing_raises_where_there_is_no_stderr_either(submission, monkeypatch):
+    player = runpy.run_path(str(submission))
+    monkeypatch.setattr(sys, "stderr", None)
+    assert player["my_controller"](None, None, False) == [[1, 0, 0, 0]]
+    assert list(player["failures"]) == ["choose", "flee"]

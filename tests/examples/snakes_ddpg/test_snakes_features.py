@@ -10,6 +10,7 @@ import pytest
 from snakes.features import BLOCK, FEATURES, observe
 from snakes.game import DOWN, LEFT, NONE, RIGHT, UP, Boards, Game
 from snakes.opponents import greedy
+from snakes_boards import place
 
 pytestmark = pytest.mark.storm  # it plays, and compiles what it plays with
 
@@ -33,7 +34,7 @@ def see(states: list[State]) -> np.ndarray:
     """What all snakes of all boards see: (n, 6, FEATURES)."""
     game = Game(len(states))
     for b, state in enumerate(states):
-        game.put(b, *state)
+        place(game, b, *state)
     return see_boards(game.boards)
 
 
@@ -144,11 +145,6 @@ def draw_states(count: int, seed: int) -> list[State]:
     return states
 
 
-@pytest.fixture(scope="module")
-def states() -> list[State]:
-    return [*states_of(play(150, 60, 0.1, seed=1)), *draw_states(150, seed=2)]
-
-
 @pytest.mark.parametrize(("steps", "chance"), [(0, 0), (60, 1.0), (60, 0.3), (150, 0.02)])
 def test_snakes_in_games_see_what_searches_with_queues_find(steps, chance):
     game = play(BLOCK + 9, steps, chance, seed=steps)
@@ -169,52 +165,6 @@ def test_a_board_looks_alike_whatever_boards_are_beside_it():
     for n in (0, 1, BLOCK - 1, BLOCK, BLOCK + 1):
         some = Boards(*(array[-n:] if n else array[:0] for array in boards))
         np.testing.assert_array_equal(see_boards(some), seen[-n:] if n else seen[:0])
-
-
-# Symmetry
-
-
-def moved(state: State, cell_to, heading_to=lambda heading: heading) -> State:
-    """The state with every cell and heading somewhere else; `cell_to` maps (row, column), in any range."""
-
-    def to(cell: int) -> int:
-        row, column = cell_to(*divmod(cell, 20))
-        return row % 10 * 20 + column % 20
-
-    bodies = [[to(cell) for cell in body] for body in state.bodies]
-    return State(bodies, [heading_to(h) for h in state.headings], [to(cell) for cell in state.beans])
-
-
-@pytest.mark.parametrize(
-    ("cell_to", "headings"),
-    [
-        (lambda row, column: (row, -column), {UP: UP, DOWN: DOWN, LEFT: RIGHT, RIGHT: LEFT}),
-        (lambda row, column: (-row, column), {UP: DOWN, DOWN: UP, LEFT: LEFT, RIGHT: RIGHT}),
-    ],
-    ids=["left to right", "upside down"],
-)
-def test_a_board_in_a_mirror_shows_left_and_right_exchanged(states, cell_to, headings):
-    seen, mirrored = see(states), see([moved(state, cell_to, headings.get) for state in states])
-    left, straight, right, own = np.split(seen, [13, 26, 39], axis=-1)
-    np.testing.assert_array_equal(mirrored, np.concatenate([right, straight, left, own], axis=-1))
-    assert (left != right).any(-1).mean() > 0.5
-
-
-def test_a_half_turn_changes_nothing(states):
-    half = {UP: DOWN, DOWN: UP, LEFT: RIGHT, RIGHT: LEFT}
-    turned = [moved(state, lambda row, column: (-row, -column), half.get) for state in states]
-    np.testing.assert_array_equal(see(turned), see(states))
-
-
-@pytest.mark.parametrize(("down", "right"), [(1, 0), (0, 1), (5, 10), (9, 19)])
-def test_a_shift_across_the_borders_changes_nothing(states, down, right):
-    shifted = [moved(state, lambda row, column: (row + down, column + right)) for state in states]
-    np.testing.assert_array_equal(see(shifted), see(states))
-
-
-def test_teams_that_change_places_see_the_same(states):
-    other = [State(s.bodies[3:] + s.bodies[:3], s.headings[3:] + s.headings[:3], s.beans) for s in states]
-    np.testing.assert_array_equal(see(other), np.roll(see(states), 3, axis=1))
 
 
 # Boards made by hand: ways are (free, bean, rivals, mates, stake, near, far, near safe, far safe, room, safe room,

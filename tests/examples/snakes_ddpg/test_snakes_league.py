@@ -8,9 +8,9 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from snakes.ddpg import Actor
+from snakes.evaluation import League
 from snakes.game import Game
-from snakes.league import League
-from snakes.networks import Actor
 from snakes.opponents import OPPONENTS
 
 LADDER = ("greedy", "evasive")

@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from snakes.collector import explore
+from snakes.ddpg import Actor, Critic, load_network
 from snakes.features import FEATURES, observe
 from snakes.game import DOWN, LEFT, RIGHT, UP, Game
-from snakes.networks import Actor, Critic
-from snakes.policy import Policy, explore, load_policy
+from snakes.search import Policy, load_player
 
 TURN = {UP: (LEFT, UP, RIGHT), RIGHT: (UP, RIGHT, DOWN), DOWN: (RIGHT, DOWN, LEFT), LEFT: (DOWN, LEFT, UP)}
 
@@ -112,7 +113,7 @@ def test_a_loaded_policy_plays_as_the_actor_that_was_saved(tmp_path, hidden):
     torch.save(actor.state_dict(), tmp_path / "actor_best.pth")
     played = np.zeros((2, 50, 6), np.uint8)
     Policy(actor)(game.boards, 0, played[0])
-    load_policy(tmp_path / "actor_best.pth")(game.boards, 0, played[1])
+    load_player(tmp_path / "actor_best.pth", depth=0)(game.boards, 0, played[1])
     np.testing.assert_array_equal(*played)
 
 
@@ -125,10 +126,10 @@ def of_other_features() -> dict[str, torch.Tensor]:
     [
         (b"hello\n" * 100, "Error: "),
         (b"", "Error: "),
-        ([1, 2], "TypeError: list"),
+        ([1, 2], "AttributeError: .list"),
         (of_other_features(), f"{FEATURES - 1}.*{FEATURES}[^.]*"),
         (Actor(8).state_dict() | {"more": torch.zeros(1)}, "more"),
-        (Critic(8).state_dict(), "KeyError: .layers.0.bias"),
+        (Critic(8).state_dict(), "layers.0"),
     ],
     ids=["text", "empty", "a list", "other features", "another layer", "a critic"],
 )
@@ -138,11 +139,11 @@ def test_a_file_without_a_fitting_actor_is_an_error_of_one_line(tmp_path, conten
     with pytest.raises(
         ValueError, match=rf"actor_7.pth .*actor.*{FEATURES} features.*{reason}.*trained with"
     ) as caught:
-        load_policy(path)
+        load_network(Actor, path)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
 
 def test_a_missing_file_is_named():
     with pytest.raises(FileNotFoundError, match=r"there is no file no_folder/actor_3.pth: .*trained_model") as caught:
-        load_policy(Path("no_folder/actor_3.pth"))
+        load_player(Path("no_folder/actor_3.pth"))
     assert "\n" not in str(caught.value)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import runpy
 import sys
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from processes import free_port, platform_env, run
+from snakes.ddpg import Actor, Critic
 from snakes.features import FEATURES, observe
 from snakes.game import Game
-from snakes.networks import Actor, Critic
 from snakes.opponents import OPPONENTS
 from snakes.runs import MODELS, save_models
-from snakes.search import GAMMA, Search, load_search
+from snakes.search import GAMMA, Search, load_player
 
 pytestmark = pytest.mark.storm  # it plays, and compiles what it plays with
 FOLDER = Path(__file__).parents[3] / "examples" / "snakes_ddpg"
@@ -37,15 +38,16 @@ def test_a_return_is_what_the_team_gains_on_the_other_from_there_on(search: Sear
     game = Game(4, seed=2, episode_length=STEPS)
     leads, seen = [], []
 
-    def greedy(boards, team, actions):  # notes each state; moves first
-        look = np.empty((4, 3, FEATURES), np.float32)
-        observe(boards, side, look)
-        seen.append(look)
-        leads.append((game.scores()[:, side] - game.scores()[:, 1 - side]).tolist())
-        OPPONENTS["greedy"](boards, team, actions)
+    class Greedy(Search):  # notes each state; moves first
+        def __call__(self, boards, team, actions):
+            look = np.empty((4, 3, FEATURES), np.float32)
+            observe(boards, side, look)
+            seen.append(look)
+            leads.append((game.scores()[:, side] - game.scores()[:, 1 - side]).tolist())
+            OPPONENTS["greedy"](boards, team, actions)
 
-    [played] = program()["play"](search, greedy, OPPONENTS["greedy"], side, game)
-    assert played.whole.all()
+    draws = {side: repeat(np.ones((4, 3, 4)))}
+    [played] = program()["play"](Greedy(search.actor, search.critic), OPPONENTS["greedy"], side, game, draws)
     leads.append((game.scores()[:, side] - game.scores()[:, 1 - side]).tolist())
     look = np.empty((4, 3, FEATURES), np.float32)
     observe(game.boards, side, look)
@@ -75,7 +77,7 @@ def refined_by(ranks: int, folder: Path, search: Search) -> Search:
     envs = [platform_env(rank, ranks, port) for rank in range(ranks)] if ranks > 1 else [{"OMP_NUM_THREADS": "1"}]
     for ended in run(refine, envs, str(folder / MODELS / "actor_10.pth")):
         assert ended.code == 0, ended.output
-    return load_search(folder / MODELS / "actor_refined.pth")
+    return load_player(folder / MODELS / "actor_refined.pth")
 
 
 def test_any_number_of_ranks_fits_the_same_critics(tmp_path: Path, search: Search) -> None:
@@ -94,8 +96,8 @@ def test_any_number_of_ranks_fits_the_same_critics(tmp_path: Path, search: Searc
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--games", "0"], "--games must be at least 1, not 0"),
-        (["--games", "9"], "--games must be at least 10 here, so that each rank has some, not 9"),
+        (["--games", "0"], "--games must be at least 10 here, not 0"),
+        (["--depth", "0"], "--depth must be at least 1 here, not 0"),
         (["--seed", "2"], "is in no run's folder"),
     ],
 )

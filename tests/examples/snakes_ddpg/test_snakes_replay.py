@@ -8,8 +8,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from snakes.collector import Batch, Replay
 from snakes.features import FEATURES
-from snakes.replay import Batch, Replay
 
 CPU = torch.device("cpu")
 BOARDS = 2
@@ -78,18 +78,6 @@ def test_rows_are_the_transitions_that_happened_and_are_still_held(played, gamma
     assert drawn == set(wanted)
 
 
-def test_a_death_is_worth_nothing_more_and_the_end_of_an_episode_is_worth_what_its_last_sight_is():
-    story = Story(6, death=0.0, end=0.0).go_on(5)
-    replay = story.replay
-    replay.died[1, 0, 0] = True  # snake 0 dies in the second step
-    replay.moved[2, 0] = False  # the episode ends with the second step too
-    found = {now.tobytes(): rest for now, *rest in draw_many(story, 4000, 0.5)}
-    dead, alive = (found[replay.seen[1, 0, k].tobytes()] for k in (0, 1))
-    assert (dead[2], alive[2]) == (0, 0.5)
-    np.testing.assert_array_equal(alive[3], replay.seen[2, 0, 1])
-    assert replay.seen[2, 0, 0].tobytes() not in found
-
-
 def test_every_transition_is_as_likely_as_every_other():
     story = Story(24, seed=3).go_on(60)
     wanted = story.transitions(0.9)
@@ -138,15 +126,6 @@ def test_a_batch_that_does_not_fit_yet_is_an_error(played, size):
     story = Story(4, end=0.0).go_on(played)
     with pytest.raises(ValueError, match=rf"{played} moments held, {6 * played} .*{size} rows: play"):
         draw(story, size, 0.9)
-
-
-def test_a_replay_in_which_nobody_moved_is_an_error_and_not_an_endless_search():
-    story = Story(4, end=1.0).go_on(7)
-    story.replay.moved[(7 - 1) % 4] = True  # the last moment begins no transition
-    with pytest.raises(ValueError, match="4 moments held"):
-        draw(story, 1, 0.9)
-    story.replay.moved[(7 - 2) % 4, 1] = True
-    assert len(draw(story, 1, 0.9).way) == 1
 
 
 @pytest.mark.parametrize("moments", [0, 1, 2])

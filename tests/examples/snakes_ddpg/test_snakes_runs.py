@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
@@ -34,7 +33,6 @@ def make_runs(root, count):
 def test_the_first_run_is_number_1_and_its_name_tells_the_time(tmp_path):
     folder = runs.new_run(tmp_path / "a" / "b")
     assert folder.is_dir() and re.fullmatch(r"run1_20\d{6}_\d{6}", folder.name)
-    assert list(folder.parent.iterdir()) == [folder]
 
 
 def test_a_new_run_has_the_number_after_the_largest(root):
@@ -45,12 +43,6 @@ def test_a_new_run_has_the_number_after_the_largest(root):
 def test_runs_that_start_in_one_moment_get_different_numbers(tmp_path):
     names = [name for made in on_ranks(make_runs, 4, tmp_path, 25) for name in made]
     assert sorted(int(name[3:].split("_")[0]) for name in names) == list(range(1, 101))
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
-
-
-def test_a_claim_left_by_a_crash_costs_its_number_only(tmp_path):
-    (tmp_path / ".run1").mkdir()
-    assert runs.new_run(tmp_path).name.startswith("run2_")
 
 
 @pytest.mark.parametrize("run", [2, "2", "run2", "run2_20250102_000000"])
@@ -95,7 +87,6 @@ def test_no_run_at_all_is_told(tmp_path):
 def test_models_are_found_by_episode(root):
     folder = root / "run2_20250102_000000" / "trained_model"
     assert runs.find_model(2, 900, root=root) == folder / "actor_900.pth"
-    assert runs.find_model("run2", 1000, "critic", root) == folder / "critic_1000.pth"
     assert runs.find_model(2, root=root) == folder / "actor_best.pth"
     (folder / "actor_best.pth").unlink()
     assert runs.find_model(2, root=root) == folder / "actor_1000.pth"
@@ -104,12 +95,13 @@ def test_models_are_found_by_episode(root):
 @pytest.mark.parametrize(("wanted", "found"), [(900, 900), (999, 900), (4000, 1000), (None, "best")])
 def test_the_models_saved_last_up_to_an_episode_are_found(root, wanted, found):
     folder = root / "run2_20250102_000000" / "trained_model"
-    assert runs.find_models(2, wanted, root) == [folder / f"actor_{found}.pth", folder / f"critic_{found}.pth"]
+    actor = runs.find_model(2, wanted, root, or_before=True)
+    assert (actor, runs.critic_of(actor)) == (folder / f"actor_{found}.pth", folder / f"critic_{found}.pth")
 
 
 def test_before_the_first_save_there_is_no_model(root):
     with pytest.raises(FileNotFoundError, match=r"actor_7.pth; the episodes of this run are: 900, 1000, best"):
-        runs.find_models(2, 7, root)
+        runs.find_model(2, 7, root, or_before=True)
 
 
 def test_a_missing_model_is_told_with_those_that_exist(root):
@@ -195,15 +187,6 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     assert len(list((tmp_path / runs.MODELS).iterdir())) == 2
 
 
-def test_a_summary_keeps_those_of_the_run_s_earlier_parts(tmp_path):
-    for episodes in (10, 20, 30):
-        runs.save_summary(tmp_path, {"total": episodes})
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary == {"total": 30, "earlier": [{"total": 10}, {"total": 20}]}
-
-
 def test_the_config_is_read_back(tmp_path):
     runs.save_json(tmp_path / "config.json", {"gamma": 0.5, "resume": None, "runs_folder": Path("x")})
     assert runs.read_config(tmp_path) == {"gamma": 0.5, "resume": None, "runs_folder": "x"}
-    with pytest.raises(FileNotFoundError):
-        runs.read_config(tmp_path / "other")

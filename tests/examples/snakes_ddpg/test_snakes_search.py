@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from snakes.escape import LIMIT
+from snakes.ddpg import Actor, Critic
 from snakes.features import DIRECTION, FEATURES, observe
-from snakes.game import BEAN, LEFT, NONE, Boards, Game, foresee
-from snakes.networks import Actor, Critic
-from snakes.policy import Policy
-from snakes.search import DOUBT, GAMMA, LAMBDA, MARGIN, NEAR, TRAP, Search, load_search
-from snakes.submission_template import distance, escape
+from snakes.game import BEAN, LEFT, NEXT, NONE, RIGHT, SNAKES, Boards, Game, foresee
+from snakes.search import DOUBT, GAMMA, LAMBDA, LIMIT, MARGIN, NEAR, PLACES, TRAP, Policy, Search, escape, load_player
+from snakes.submission_template import distance
+from snakes.submission_template import escape as escape_of_submission
+from snakes_boards import crowded, place
 from torch import nn
 
 pytestmark = pytest.mark.storm  # it plays, and compiles what it plays with
@@ -77,7 +77,7 @@ def play_on(search: Search, game: Game, team: int, b: int, ways: list[int]) -> f
         foresee(after.boards, DIRECTION[after.boards.headings, [ways]], rewards, died)
         if step == 0:
             bodies = after.bodies(0)
-            lost = sum((len(bodies[s]) - 3) * (1 - escape(bodies, s) / LIMIT) for s in own)
+            lost = sum((len(bodies[s]) - 3) * (1 - escape_of_submission(bodies, s) / LIMIT) for s in own)
         gains = after.boards.lengths[0].astype(int) - before
         gained += GAMMA**step * (gains[own].sum() - gains[others].sum())
         logits, expected = looks(search, after.boards, team)
@@ -143,7 +143,7 @@ def test_a_search_changes_neither_boards_nor_their_streams(search: Search) -> No
 def test_what_is_foreseen_has_no_new_beans() -> None:
     game = Game(1)
     bodies = [[20 * row + column for column in (5, 6, 7)] for row in range(6)]
-    game.put(0, bodies, [LEFT] * 6, [4, 100, 120, 140, 160])
+    place(game, 0, bodies, [LEFT] * 6, [4, 100, 120, 140, 160])
     rewards, died = np.zeros((1, 6), np.int16), np.zeros((1, 6), np.bool_)
     foresee(game.boards, np.full((1, 6), LEFT, np.uint8), rewards, died)
     assert rewards[0, 0] == 1 and game.boards.beans[0, 0] == NONE
@@ -153,17 +153,74 @@ def test_what_is_foreseen_has_no_new_beans() -> None:
 def test_a_search_is_loaded_from_an_actor_and_the_critics_beside_it(search: Search, tmp_path: Path) -> None:
     torch.save(search.actor.state_dict(), tmp_path / "actor_best.pth")
     with pytest.raises(FileNotFoundError, match="critic_best.pth"):
-        load_search(tmp_path / "actor_best.pth")
+        load_player(tmp_path / "actor_best.pth")
     torch.save(search.critic.state_dict(), tmp_path / "critic_best.pth")
     if search.rival is not None:
         torch.save(search.rival.state_dict(), tmp_path / "rival_best.pth")
     game = played(10, 40)
     actions = np.zeros((2, 10, 6), np.uint8)
     search(game.boards, 0, actions[0])
-    load_search(tmp_path / "actor_best.pth", depth=3)(game.boards, 0, actions[1])
+    load_player(tmp_path / "actor_best.pth", depth=3)(game.boards, 0, actions[1])
     np.testing.assert_array_equal(actions[0], actions[1])
 
 
 def test_a_search_looks_at_least_a_step_ahead(search: Search) -> None:
     with pytest.raises(ValueError, match="at least one step ahead, not -1"):
         Search(search.actor, search.critic, depth=-1)
+
+
+# How long a snake can go on, compiled and as the submission finds it, against a game that is played on
+
+
+def steps_of(game: Game) -> np.ndarray:
+    """The steps of all snakes, (n, 6)."""
+    steps = np.zeros((2, len(game.done), 3))
+    escape(game.boards, 0, steps[0])
+    escape(game.boards, 1, steps[1])
+    return np.concatenate(steps, axis=1)
+
+
+def live_on(bodies: list[list[int]], s: int, closed: set[int], steps: int, tries: list[int]) -> int:
+    """The most steps of a snake, by moving it in all ways while the other bodies shrink from their tails."""
+    if steps == LIMIT or tries[0] > PLACES:
+        return steps
+    shorter = [body[:-1] for body in bodies]
+    taken = closed.union(*shorter)
+    longest = steps
+    for cell in NEXT[bodies[s][0]].tolist():
+        if cell not in taken:
+            tries[0] += 1
+            moved = [*shorter[:s], [cell, *shorter[s]], *shorter[s + 1 :]]
+            longest = max(longest, live_on(moved, s, closed, steps + 1, tries))
+        if longest == LIMIT:
+            break
+    return longest
+
+
+def test_a_snake_goes_on_as_long_as_a_game_lets_it():
+    game = crowded(60)
+    steps = steps_of(game)
+    known = 0
+    for b in range(60):
+        bodies = game.bodies(b)
+        for s in range(SNAKES):
+            heads = [body[0] for i, body in enumerate(bodies) if i != s]
+            tries = [0]
+            wanted = live_on(bodies, s, set(NEXT[heads].reshape(-1).tolist()), 0, tries)
+            assert escape_of_submission(bodies, s) == steps[b, s]
+            if tries[0] < PLACES:
+                assert steps[b, s] == wanted
+                known += wanted < LIMIT
+    assert known > 20
+
+
+def test_a_snake_in_a_coil_goes_on_once_its_tail_has_left():
+    #  10 11 12 13
+    #  30 [h] 32 33    the head at 31 is shut in; the tail, at 11, leaves first
+    body = [31, 32, 52, 51, 50, 30, 10, 11]
+    far = [[100 + 20 * i, 101 + 20 * i, 102 + 20 * i] for i in range(5)]
+    game = Game(1)
+    place(game, 0, [body, *far], [RIGHT] * SNAKES, [])
+    assert steps_of(game)[0, 0] == LIMIT
+    place(game, 0, [[*body, 12], *far], [RIGHT] * SNAKES, [])
+    assert steps_of(game)[0, 0] == 0

@@ -7,6 +7,7 @@ import pytest
 from snakes.game import DOWN, LEFT, NEXT, NONE, OPPOSITE, RIGHT, UP, Game
 from snakes.opponents import OPPONENTS
 from snakes.territory import ANY, _fill_bodies, _spread, territory
+from snakes_boards import place
 
 pytestmark = pytest.mark.storm  # the first time, compiling the players takes half a minute
 
@@ -20,7 +21,7 @@ def row(start: tuple[int, int], length: int = 3) -> list[int]:
 
 def put(mine: list[list[int]], beans: list[int], others: list[list[int]] = FAR) -> Game:
     game = Game(1)
-    game.put(0, [*mine, *others][:6], [LEFT] * 6, beans)
+    place(game, 0, [*mine, *others][:6], [LEFT] * 6, beans)
     return game
 
 
@@ -82,7 +83,7 @@ def test_the_snake_that_is_there_first_takes_the_bean_and_another_the_next():
 def test_a_very_long_snake_follows_its_tail():
     ring = [20 * 3 + column for column in range(5, 17)] + [20 * 4 + column for column in range(16, 4, -1)]
     game = Game(1)
-    game.put(0, [ring, FAR[0], FAR[1], FAR[2], row((0, 10)), row((1, 10))], [LEFT, *[LEFT] * 5], [20 * 3 + 2])
+    place(game, 0, [ring, FAR[0], FAR[1], FAR[2], row((0, 10)), row((1, 10))], [LEFT, *[LEFT] * 5], [20 * 3 + 2])
     assert ask(game)[0] == DOWN  # into the cell that its tail leaves, though a bean lies straight on
 
 

@@ -19,11 +19,11 @@ import pytest
 import torch
 from conftest import same
 from processes import CLEAN, Ended, free_port, platform_env, run
+from snakes.ddpg import Actor
 from snakes.evaluation import play_games
-from snakes.networks import Actor
 from snakes.opponents import OPPONENTS
-from snakes.policy import Policy, load_policy
-from snakes.runs import list_models, list_runs
+from snakes.runs import critic_of, list_models, list_runs
+from snakes.search import Policy, load_player
 
 import ddpkit
 
@@ -182,8 +182,9 @@ def test_a_run_leaves_config_events_models_checkpoints_and_a_summary(trained: Tr
 
     summary, state = json.loads((folder / "summary.json").read_text()), checkpoint(folder)
     last = summary["total"]["episodes"]
-    actors, critics = list_models(folder, "actor"), list_models(folder, "critic")
-    assert [*actors] == [*critics] == [30, EPISODES, "best"]  # the end is saved too
+    actors = list_models(folder)
+    critics = {name: critic_of(path) for name, path in actors.items()}
+    assert [*actors] == [30, EPISODES, "best"]  # the end is saved too
     ends = [0] + [total["episodes"] for total in looks(EPISODES)]
     due = [end for before, end in itertools.pairwise(ends) if end // 30 > before // 30 or end == last]
     assert [*blocks] == [*scalars(folder, "evaluation/win_rate")] == due
@@ -193,7 +194,7 @@ def test_a_run_leaves_config_events_models_checkpoints_and_a_summary(trained: Tr
     assert same(both, state["networks"])
     assert len(summary["memory_mib_by_rank"]) == 2 and all(summary["share_of_time"].values())
     for path in actors.values():
-        load_policy(path)
+        load_player(path)
 
 
 def test_counters_are_global_and_count_what_they_say(trained: Trained) -> None:
@@ -235,7 +236,6 @@ def test_a_run_goes_on_where_it_stopped_on_other_numbers_of_ranks(trained: Train
         assert (
             f"resumed after episode {state['total']['episodes']}, saved by {before} rank(s) and now on {ranks}" in line
         )
-        assert f"warning: the schedule now spans {episodes} episodes" in output
         for rank in range(ranks):
             beginning = torch.load(tmp_path / f"beginning{rank}.pt")
             for part in ("networks", "targets", "optimizer"):
@@ -246,7 +246,7 @@ def test_a_run_goes_on_where_it_stopped_on_other_numbers_of_ranks(trained: Train
         after = checkpoint(folder)
         assert after["total"]["episodes"] >= episodes and after["ranks"] == ranks
         summary = json.loads((folder / "summary.json").read_text())
-        assert summary["total"] == after["total"] and summary["earlier"][-1]["total"] == state["total"]
+        assert summary["total"] == after["total"]
         steps, samples = (after["total"][name] - state["total"][name] for name in ("optimiser_steps", "samples"))
         assert samples == steps * batch > 0
         shown = [int(block[0]) for block in BLOCK.findall(output)]
@@ -281,15 +281,15 @@ def test_what_cannot_be_done_is_said_on_one_line_once_and_all_ranks_end(trained:
     before = {path: path.stat().st_mtime_ns for path in runs.rglob("*") if path.is_file()}
     episodes = ", ".join(map(str, list_models(folder)))
     cases = {
-        "--opponent_difficulty_strategy expo": "'expo'.* linear, exponential, curriculum",
-        "--preset guide-d": "'guide-d'.* guide-a, guide-b, guide-c",
+        "--opponent_difficulty_strategy expo": "'expo'.*linear.*exponential.*curriculum",
+        "--preset guide-d": "'guide-d'.*guide-a.*guide-b.*guide-c",
         "--opponent_difficulty_strategy fixed --opponent 7": "'7'.*greedy.*4",
         "--load_model --load_model_run 9": "run9_.*the runs in .* are: 1$",
         "--load_model --load_model_run 1 --load_model_run_episode 7": f"actor_7.pth.* are: {episodes}$",
         "--load_model --load_model_run 1 --hidden 8": "actor_best.pth does not hold an actor.*--hidden",
         "--resume 9": "run9_.*the runs in .* are: 1$",
         "--resume --hidden 8": "--hidden 16, not 8",
-        "--batch_size 64 --buffer_size 50": "64.*buffer.*50.*--buffer_size",
+        "--batch_size 64 --buffer_size 50": "three moments of .* boards.*--buffer_size",
         "--batch_size 64 --boards 64 --buffer_size 100": "--buffer_size",
         "--batch_size 98 --boards 8 --buffer_size 100": "98 rows does not fit 8 moments of 4 boards.*--buffer_size",
         "--global_batch_size 33": "33.*2",
@@ -384,6 +384,6 @@ def test_it_learns_to_beat_the_greedy_player_in_seconds(tmp_path: Path) -> None:
     finished(launch(1, train, "main.py", flags))
     (folder,) = list_runs(tmp_path).values()
     torch.manual_seed(0)
-    players = {"untrained": Policy(Actor(64)), "trained": load_policy(list_models(folder)["best"])}
+    players = {"untrained": Policy(Actor(64)), "trained": load_player(list_models(folder)["best"], depth=0)}
     results = {name: play_games(player, OPPONENTS["greedy"], 100, seed=3) for name, player in players.items()}
     assert results["untrained"].win_rate < 0.1 and results["trained"].win_rate > 0.4, results
