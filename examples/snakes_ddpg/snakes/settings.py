@@ -264,7 +264,7 @@ def opponent_at(settings: argparse.Namespace, episode: int) -> str | int:
     if settings.opponent_difficulty_strategy == LEAGUE:
         return LEAGUE
     if settings.opponent_difficulty_strategy == "fixed":
-        return settings.opponent or OPPONENT
+        return OPPONENT if settings.opponent is None else settings.opponent
     grown = LADDERS[settings.opponent_difficulty_strategy](episode / settings.episodes)
     return min(len(LEVELS) - 1, int(grown))
 
