@@ -155,9 +155,7 @@ class Samples:
             "bound": bound_of_loop(),
             "replaces": bool(getattr(sampler, "replacement", False)) or "Weighted" in type(sampler).__name__,
             "batch_size": getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size or 1,
-            "drop_last": bool(loader.drop_last) or bool(getattr(sampler, "drop_last", False)),
             "workers": loader.num_workers,
-            "length": _length_of_stream(loader),
         }
 
     def _next(self, original: Function) -> Function:
@@ -229,17 +227,6 @@ def _own_lines(loader: Any, sampler: Any) -> list[Place]:
         return definition(getattr(type(loader.dataset.dataset), "shard", None))
     deciding = loader.dataset if isinstance(loader.dataset, IterableDataset) else sampler
     return definition(getattr(type(deciding), "__iter__", None))
-
-
-def _length_of_stream(loader: Any) -> int | None:
-    """Return how many samples a stream says it has; None if it does not, or yields batches."""
-    stream = loader.dataset
-    if not isinstance(stream, IterableDataset) or loader.batch_size is None:
-        return None
-    try:
-        return len(stream.dataset if isinstance(stream, Stream) else stream)  # type: ignore[arg-type]
-    except Exception:  # of the script's own code
-        return None
 
 
 def _sampler_of(loader: Any) -> Any:

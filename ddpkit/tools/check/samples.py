@@ -1,4 +1,4 @@
-"""Find samples, or random numbers, that are the same on every rank, and samples that are missing or come again."""
+"""Find samples, or random numbers, that are the same on every rank, and samples that come again."""
 
 from __future__ import annotations
 
@@ -8,30 +8,28 @@ from itertools import pairwise
 from typing import Any
 
 from ..recorder import Record
-from .facts import Facts, Finding, agree, all_equal, place
+from .facts import Facts, Finding, agree, all_equal
 from .source import Place, is_shared_out
 
-_CLOSE = 0.1  # share of a stream's samples that may be left out, as broken ones, or come again
 _COMPARED = 3  # batches or steps that must be equal on all ranks, if there are as many
 _FEW = 8  # words: a choice that all ranks are to make alike takes as many
-_ROUNDED = ("DistributedSampler", "SequentialSampler", "RandomSampler")  # torch's, which drop what they say alone
-_SHARE_OUT = "one share for each worker of each rank: `[rank * num_workers + id :: world_size * num_workers]`"
 
 
 def find(facts: Facts) -> Iterator[Finding]:
-    """Look at each loader once, at its first epochs; loaders that one line makes have one bug."""
+    """Look at each loader that trains, at its first epochs; loaders that one line makes have one bug."""
     training = facts.training
     done: set[str] = set()
-    told: set[tuple[str, object]] = set()
-    for (loader, number), records in facts.rows("epoch", "loader", "number"):
-        found = None if loader in done else _examine(facts, records, number, loader in training)
+    told: set[tuple[str, Place | None]] = set()
+    for (loader, _), records in facts.rows("epoch", "loader", "number"):
+        if loader in done or loader not in training:
+            continue
+        found = _examine(facts, records)
         if found is None:
             continue
         done.add(loader)
-        bugs: set[tuple[str, object]] = {(found.kind, _line_of(loader)), (found.kind, found.where)}
-        if not bugs & told:  # a function may make a loader each time it is called
+        if (found.kind, found.where) not in told:  # a function may make a loader each time it is called
+            told.add((found.kind, found.where))
             yield found
-        told |= bugs
     if not training:
         yield from _find_equal_inputs(facts)
     yield from _find_same_orders(facts, training)
@@ -39,23 +37,19 @@ def find(facts: Facts) -> Iterator[Finding]:
         yield drawn
 
 
-def _line_of(loader: str) -> str:
-    """Name the line that made a loader."""
-    return loader.rpartition("#")[0]
-
-
-def _examine(facts: Facts, records: list[Record], number: int, trains: bool) -> Finding | None:
+def _examine(facts: Facts, records: list[Record]) -> Finding | None:
     """Look at one epoch of one loader."""
     epoch = records[0]
+    key = epoch["loader"], epoch["number"]
     contents = []  # what each rank's batches held, as hashes
     for batches in facts.of("batch").values():
-        contents.append([b["content"] for b in batches if (b["loader"], b["number"]) == (epoch["loader"], number)])
-    if trains and (found := _find_same(facts, records, contents)):
+        contents.append([batch["content"] for batch in batches if (batch["loader"], batch["number"]) == key])
+    if found := _find_same(facts, records, contents):
         return found
     if epoch["iterable"]:
-        return _find_repeated_batches(facts, epoch, contents[0]) or _compare_with_length(facts, records, number)
+        return _find_repeated_batches(facts, epoch, contents[0])
     if all(record.get("plan") is not None for record in records):
-        return _examine_plans(facts, records, trains)
+        return _examine_plans(facts, records)
     return None
 
 
@@ -101,9 +95,6 @@ def _find_equal_inputs(facts: Facts) -> Iterator[Finding]:
         yield facts.finding("same-samples", evidence, why, fix, *lines)
 
 
-# Compare what ranks read of a stream with its length.
-
-
 def _find_repeated_batches(facts: Facts, epoch: Record, contents: list[int]) -> Finding | None:
     """Find batches that come several times in an epoch of one rank."""
     repeated = sum(number - 1 for content, number in Counter(contents).items() if content)
@@ -115,81 +106,32 @@ def _find_repeated_batches(facts: Facts, epoch: Record, contents: list[int]) -> 
     return _about_sampler("samples-repeated", facts, epoch, evidence, why, fix)
 
 
-def _compare_with_length(facts: Facts, records: list[Record], number: int) -> Finding | None:
-    """Find a stream of which the ranks read fewer or more samples in a whole epoch than its length.
-
-    The length may be that of the whole stream, or of one rank's part; and several ranks may read the
-    same part on purpose, as those do that share a model.
-    """
-    epoch = records[0]
-    ends = dict(facts.rows("epoch end", "loader", "number")).get((epoch["loader"], number), [])
-    lengths = [record["length"] for record in records]
-    if not ends or any(end["cut"] for end in ends) or None in lengths:
-        return None
-    bounds = [_samples_read(record, end["batches"]) for record, end in zip(records, ends, strict=True)]
-    least, most = map(sum, zip(*bounds, strict=True))
-    length = max(lengths)
-    sharing = [n for n in range(1, facts.world_size) if facts.world_size % n == 0]  # of a model
-    for meant in (*(n * length for n in sharing), sum(lengths)):
-        if least <= (1 + _CLOSE) * meant and most >= (1 - _CLOSE) * meant:
-            return None
-    kind, read, why = "samples-repeated", f"at least {least}", "samples come several times in an epoch"
-    if most < length:
-        kind, read, why = "samples-missing", f"at most {most}", "samples come on no rank"
-    why += ", unless the length is wrong; then `len(loader)` is, and schedules that are made by it"
-    evidence = f"{facts.who} read {read} samples in an epoch; the stream's length is {length}"
-    where = place(epoch["lines"])
-    fix = _SHARE_OUT
-    if where is not None and where.function == "shard":
-        fix = "parts that together are the whole: `[index::num_shards]`"
-    return facts.finding(kind, evidence, why, fix, epoch["lines"], epoch["made"], severity="suspicious")
-
-
-def _samples_read(epoch: Record, batches: int) -> tuple[int, int]:
-    """Return the smallest and the largest number of samples that a rank's workers may have read.
-
-    The last batch of each worker may be short, or left out.
-    """
-    size = epoch["batch_size"]
-    readers = max(epoch["workers"], 1)
-    if epoch["drop_last"]:
-        return batches * size, batches * size + readers * (size - 1)
-    return batches * size - min(batches, readers) * (size - 1), batches * size
-
-
 # Compare the samples that a sampler deals with those that there are.
 
 
-def _examine_plans(facts: Facts, records: list[Record], trains: bool) -> Finding | None:
+def _examine_plans(facts: Facts, records: list[Record]) -> Finding | None:
     epoch = records[0]
     if any(record["replaces"] for record in records):
         return None
     if not agree(records, "dataset"):
-        are_alike = trains and agree(records, "contents")
-        return _differently_ordered(facts, epoch) if are_alike else None
+        return _differently_ordered(facts, epoch) if agree(records, "contents") else None
     plans = [record["plan"] for record in records]
     expected: set[int] = set()
     for record in records:
         expected |= set(range(record["total"]) if record["expected"] is None else record["expected"])
     total = len(expected)
-    dealt = {index for plan in plans for index in plan}
-    missing = len(expected - dealt)
-    extra = sum(map(len, plans)) - len(dealt)
-    batch = int(epoch["batch_size"]) * facts.world_size
     if all(len(plan) >= total for plan in plans):
         evidence = f"each of {facts.who} goes through all {total} samples in an epoch"
         why = f"an epoch is {facts.world_size} epochs, of which the ranks know nothing: schedules and logs are wrong"
         fix = "`DataLoader(dataset, sampler=DistributedSampler(dataset))`"
-        return _about_sampler("samples-repeated", facts, epoch, evidence, why, fix) if trains else None
-    if extra <= max(-total % facts.world_size, -total % batch):  # padding
-        return _missing(facts, records, missing, total, batch, trains)
-    if _come_in_runs(plans):
-        return None
-    if not missing:
-        evidence = f"{extra} samples of an epoch come again, of {total} that there are; padding explains fewer"
-        why = "these samples count more than others"
-        fix = "deal each sample once: `DistributedSampler(dataset)`"
         return _about_sampler("samples-repeated", facts, epoch, evidence, why, fix)
+    dealt = {index for plan in plans for index in plan}
+    missing = len(expected - dealt)
+    extra = sum(map(len, plans)) - len(dealt)
+    batch = int(epoch["batch_size"]) * facts.world_size
+    padding = max(-total % facts.world_size, -total % batch)
+    if not missing or extra <= padding or _come_in_runs(plans):
+        return None
     if found := _find_other_epochs(facts, records):
         return found
     evidence = f"of {total} samples, {missing} come on no rank and {extra} come again, in one epoch"
@@ -232,25 +174,6 @@ def _find_other_epochs(facts: Facts, records: list[Record]) -> Finding | None:
     return facts.finding("one-rank-decides", evidence, why, fix, told[0]["where"])
 
 
-def _missing(facts: Facts, records: list[Record], missing: int, total: int, batch: int, trains: bool) -> Finding | None:
-    epoch = records[0]
-    may_drop = epoch["drop_last"] or (trains and epoch["sampler"] not in _ROUNDED)
-    if missing <= (batch - 1 if may_drop else 0) and not _never_come(facts, epoch["loader"], missing):
-        return None
-    evidence = f"{missing} of {total} samples come on no rank"
-    why = "the model never sees them" if trains else "they are in no metric"
-    fix = "deal all samples: `DistributedSampler(dataset)`"
-    return _about_sampler("samples-missing", facts, epoch, evidence, why, fix)
-
-
-def _never_come(facts: Facts, loader: str, missing: int) -> bool:
-    """Return whether a shuffled order leaves out the same samples in each epoch."""
-    rows = [epochs for (other, _), epochs in facts.rows("epoch", "loader", "number") if other == loader]
-    dealt = [{index for epoch in epochs for index in epoch["plan"]} for epochs in rows]
-    is_shuffled = len(rows) > 1 and rows[0][0]["plan"] != rows[1][0]["plan"]
-    return bool(missing) and is_shuffled and all_equal(dealt)
-
-
 def _find_same_orders(facts: Facts, training: set[str]) -> Iterator[Finding]:
     """Find loaders that deal the same order in each epoch, because nobody calls `set_epoch`."""
     for records in _epochs_of_lines(facts, training):
@@ -277,7 +200,7 @@ def _epochs_of_lines(facts: Facts, training: set[str]) -> list[list[Record]]:
     for loader, records in epochs.items():
         key: tuple[Any, ...] = (loader,)
         if len(records) == 1:  # of the same data, for the same optimizer
-            key = (_line_of(loader), records[0].get("dataset"), _optimizers_after(facts, records[0]))
+            key = (loader.rpartition("#")[0], records[0].get("dataset"), _optimizers_after(facts, records[0]))
         found.setdefault(key, []).extend(records)
     return list(found.values())
 
