@@ -17,7 +17,7 @@ from ...collectives.digest import digest
 from ...data.streams import Stream
 from ..recorder import Recorder, content
 from .modules import Modules
-from .process import Ending, Function, after, before, guarded, replace
+from .process import Ending, Function, after, guarded, replace
 from .random_numbers import GENERATORS, Draws, State, Windows, generators_in, states
 from .source import Place, Stack, bound_of_loop, definition, is_own_object, stack
 
@@ -58,14 +58,12 @@ class Samples:
         self._loaders: weakref.WeakKeyDictionary[Any, _Loader] = weakref.WeakKeyDictionary()
         self._all: list[_Loader] = []  # nobody keeps a loader that is made in the head of a loop
         self._iterators: weakref.WeakKeyDictionary[Any, _Loader] = weakref.WeakKeyDictionary()
-        self._last_set: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
         self._fetches = 0
 
     def install(self) -> None:
         """Begin."""
         for owner in (DataLoader, DistributedSampler, Subset):
             after(owner, "__init__", self._note_made)
-        before(DistributedSampler, "set_epoch", self._note_epoch)
         after(loading._BaseDataLoaderIter, "__init__", self._start_epoch)
         after(loading._BaseDataLoaderIter, "_reset", self._start_epoch)
         replace(loading._BaseDataLoaderIter, "__next__", self._next)
@@ -93,9 +91,6 @@ class Samples:
 
     def _note_made(self, made: Any, *args: Any, **kwargs: Any) -> None:
         self._made[made] = stack()
-
-    def _note_epoch(self, sampler: Any, epoch: int) -> None:
-        self._last_set[sampler] = {"epoch": epoch, "where": stack()}
 
     def _known(self, loader: Any) -> _Loader:
         known = self._loaders.get(loader)
@@ -151,7 +146,6 @@ class Samples:
             "iterable": isinstance(loader.dataset, IterableDataset),
             "sampler_made": self._made.get(sampler, []) if is_known else [],
             "has_epoch": hasattr(sampler, "set_epoch"),
-            "last_set": self._last_set.get(sampler) if is_known else None,
             "bound": bound_of_loop(),
             "replaces": bool(getattr(sampler, "replacement", False)) or "Weighted" in type(sampler).__name__,
             "batch_size": getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size or 1,

@@ -132,11 +132,9 @@ def _examine_plans(facts: Facts, records: list[Record]) -> Finding | None:
     padding = max(-total % facts.world_size, -total % batch)
     if not missing or extra <= padding or _come_in_runs(plans):
         return None
-    if found := _find_other_epochs(facts, records):
-        return found
     evidence = f"of {total} samples, {missing} come on no rank and {extra} come again, in one epoch"
     why = "the ranks take their shares of orders that differ, so the shares overlap"
-    fix = "shuffle with one seed on all ranks: `DistributedSampler(dataset, seed=0)`"
+    fix = "give all ranks one seed, `DistributedSampler(dataset, seed=0)`, and one epoch, `sampler.set_epoch(epoch)`"
     return _about_sampler("shuffle-differs", facts, epoch, evidence, why, fix)
 
 
@@ -160,18 +158,6 @@ def _differently_ordered(facts: Facts, epoch: Record) -> Finding:
     fix = "leave the list in one order, or shuffle it with a seed that all ranks have: `random.Random(0).shuffle(x)`"
     shuffled = _seeded(facts, ["shuffle"]).get("where")
     return _about_sampler("shuffle-differs", facts, epoch, evidence, why, fix, shuffled)
-
-
-def _find_other_epochs(facts: Facts, records: list[Record]) -> Finding | None:
-    """Find ranks that tell their samplers different epochs."""
-    told = [record["last_set"] for record in records]
-    if None in told or all_equal([entry["epoch"] for entry in told]):
-        return None
-    numbers = " and ".join(str(entry["epoch"]) for entry in told)
-    evidence = f"{facts.who} tell their samplers that this is epoch {numbers}"
-    why = "they shuffle in different orders, so that their shares overlap, and do not end together"
-    fix = "let rank 0 tell the others where to begin: `dist.broadcast(start, src=0)`"
-    return facts.finding("one-rank-decides", evidence, why, fix, told[0]["where"])
 
 
 def _find_same_orders(facts: Facts, training: set[str]) -> Iterator[Finding]:
