@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.distributed.algorithms.join import Join
 from ..recorder import Recorder
 from .modules import Modules
 from .process import Function, before, guarded, replace
-from .source import Stack, divides_by_ranks, is_own, loop_keys, stack
+from .source import divides_by_ranks, is_own, loop_keys, stack
 
 _WITH_TENSORS = (
     "all_reduce",
@@ -44,7 +43,6 @@ _OTHERS = (
     "new_group",
 )
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
-_FIRST_STEPS = 3
 _MANY = 4096  # sums that are kept for a step
 _SMALL = 8  # elements of a tensor that are told
 
@@ -54,7 +52,6 @@ class Collectives:
 
     Attributes:
         trained: The optimiser and the name of parameters, by address; -1 for buffers.
-        cut: Where a collective takes what parameters have computed, and not its graph, by their identity.
     """
 
     def __init__(self, recorder: Recorder, modules: Modules) -> None:
@@ -64,7 +61,6 @@ class Collectives:
         self._sent_at = -1  # step for which that was told last
         self._sums: list[dict[str, Any]] = []
         self.trained: dict[int, tuple[int, str]] = {}
-        self.cut: dict[int, Stack] = {}
 
     def install(self) -> None:
         """Begin."""
@@ -120,9 +116,6 @@ class Collectives:
         tensors = [value for value in given if isinstance(value, Tensor)]
         group = kwargs.get("group") or next((a for a in args if isinstance(a, dist.ProcessGroup)), None)
         fields: dict[str, Any] = {"op": name, "group": _name_of(group), "where": stack()[:4]}
-        if torch.is_grad_enabled() and self._recorder.step < _FIRST_STEPS:
-            for parameter in _parameters_behind(tensors):
-                self.cut.setdefault(id(parameter), fields["where"])
         if tensors and name in _WITH_TENSORS:
             tensor = tensors[0]
             fields["dtype"] = str(tensor.dtype).removeprefix("torch.")
@@ -135,23 +128,6 @@ class Collectives:
             fields["reduction"] = _reduction(args, kwargs)
         more = {"samples": self._modules.samples, "keys": loop_keys(), "divides": divides_by_ranks()}
         self._recorder.tell_collective(fields | more)
-
-
-def _parameters_behind(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """Yield the parameters from which tensors were computed."""
-    seen = set()
-    waiting: list[tuple[Any, int]] = [(tensor.grad_fn, tensor.output_nr) for tensor in tensors]
-    while waiting:
-        node, output = waiting.pop()
-        if node is None or (node, output) in seen:
-            continue
-        seen.add((node, output))
-        before_it = node.next_functions
-        if node.name() == "_DDPSinkBackward":  # DDP's, which hands each output of a network on
-            before_it = before_it[output : output + 1]
-        waiting += before_it
-        if hasattr(node, "variable"):
-            yield node.variable
 
 
 def _reduction(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

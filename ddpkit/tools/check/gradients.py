@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import reduce
 from typing import Any, NamedTuple
 
 from ..recorder import Record
 from .facts import Facts, Finding, agree, all_equal, in_function_of, place, places
 from .source import rank_condition
 
-_SOME_STEPS = 3  # after which a parameter without a gradient gets none
 _ROUNDING = 1e-4  # relative difference of gradients that sums in another order may have
 
 
@@ -68,11 +66,10 @@ def find(facts: Facts) -> Iterator[Finding]:
     steps = facts.steps
     optimizers = list(_optimizers(facts, steps))
     unaveraged = [_find_unaveraged(facts, optimizer) for optimizer in optimizers]
-    without = [_find_without(facts, optimizer) for optimizer in optimizers]
     different = _find_different_start(facts, optimizers)
     if different is None and not any(unaveraged):
         different = _find_states(facts, steps) or _find_drift(facts, optimizers)
-    yield from filter(None, [*unaveraged, *without, different, _find_buffers(facts, steps)])
+    yield from filter(None, [*unaveraged, different, _find_buffers(facts, steps)])
 
 
 def _optimizers(facts: Facts, steps: list[list[Record]]) -> Iterator[_Optimizer]:
@@ -170,32 +167,6 @@ def _cause(
         return [unsynced, at_step], why, "set the flag, or enter `no_sync()`, before forward: DDP looks at it there"
     fix = "call `model(x)` of the wrapped model once for each `backward()`, and leave its gradients alone"
     return [at_step, made, wrapped["taken_out"]], why, fix
-
-
-def _find_without(facts: Facts, optimizer: _Optimizer) -> Finding | None:
-    """Find trainable parameters that never get a gradient."""
-    steps = [record["without"] for records in optimizer.steps for record in records]
-    if len(optimizer.steps) < _SOME_STEPS:
-        return None
-    names = reduce(lambda names, step: [name for name in names if name in step], steps, list(optimizer.parameters))
-    last = optimizer.steps[-1][0]
-    lost = [name for name in names if last["without"][name]]
-    may_be_unused = [cause["made"] for cause in last["causes"] if not cause["uses_all"]]
-    unused = [name for name in names if optimizer.parameters[name]["ddp"] not in may_be_unused]
-    names = lost or unused
-    if not names:
-        return None
-    made = optimizer.parameters[names[0]]["made"]
-    count = len(optimizer.steps)
-    evidence = f"{_name_some(names)}: no gradient at any of {count} optimizer steps, on {facts.who}"
-    lines = [last["without"][names[0]], in_function_of(made, optimizer.made), made, optimizer.made]
-    if lost:
-        why = "what they compute goes into a collective, whose results carry no gradient: they never change"
-        fix = "gather with gradients: `features = ddpkit.gather_batch(features)`"
-        return facts.finding("no-gradients", evidence, why, fix, *lines)
-    why = "the optimizer has them, and no loss depends on them: they never change"
-    fix = "use what they compute in the loss; if they are not to be trained, `requires_grad_(False)`"
-    return facts.finding("no-gradients", evidence, why, fix, *lines, severity="suspicious")
 
 
 # Find replicas that differ at the first step, or later although gradients were equal.

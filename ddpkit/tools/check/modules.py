@@ -66,9 +66,8 @@ class Wrapped:
     def described(self) -> dict[str, Any]:
         """Describe what could keep this DDP from averaging the gradients of a step."""
         told = {name: getattr(self, name) for name in ("made", "bypassed", "taken_out", "unsynced", "thawed")}
-        uses_all = not (self.module.find_unused_parameters or self.module.static_graph)
         hooked = bool(getattr(self.module, "_comm_hooks", ()))
-        return told | {"forwards": self.forwards[-8:], "uses_all": uses_all, "hooked": hooked}
+        return told | {"forwards": self.forwards[-8:], "hooked": hooked}
 
 
 class Modules:
