@@ -1,10 +1,8 @@
-"""Observe what leaves a rank: collectives, before it enters them, and files that it opens for writing."""
+"""Observe what leaves a rank: collectives, before it enters them, and files that it saves."""
 
 from __future__ import annotations
 
 import os
-import sys
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ from torch.distributed.algorithms.join import Join
 from ..recorder import Recorder
 from .modules import Modules
 from .process import Function, before, guarded, replace
-from .source import divides_by_ranks, is_own, loop_keys, stack
+from .source import divides_by_ranks, loop_keys, stack
 
 _WITH_TENSORS = (
     "all_reduce",
@@ -141,54 +139,17 @@ def _name_of(group: Any) -> str:
     return str(getattr(group, "group_name", id(group)))
 
 
-_WRITES = os.O_WRONLY | os.O_RDWR
-_ELSEWHERE = ("/dev/", "/proc/", "/sys/")
-
-
 class Files:
-    """Observes the opening of files from the moment of `install`."""
+    """Observes `torch.save` from the moment of `install`."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._busy = False
 
     def install(self) -> None:
         """Begin."""
-        sys.addaudithook(self._audit)
         before(torch, "save", self._save)
 
-    def _audit(self, event: str, args: tuple[Any, ...]) -> None:
-        if self._busy or not self._recorder.is_main:
-            return
-        if event in ("fcntl.flock", "fcntl.lockf"):  # ranks write one after the other, or use it as a lock alone
-            with suppress(OSError):
-                self._recorder.tell("locked", path=os.readlink(f"/proc/self/fd/{args[0]}"))
-        elif event == "open":
-            path, mode, flags = args[0], args[1] or "", args[2] or 0
-            writes = any(letter in mode for letter in "wa+") or bool(flags & _WRITES)
-            if writes and isinstance(path, str | bytes | os.PathLike) and not flags & os.O_EXCL:  # one rank alone can
-                self._tell(os.fsdecode(path), "a" in mode or bool(flags & os.O_APPEND))
-
-    def _tell(self, path: str, appends: bool) -> None:
-        self._busy = True
-        try:
-            full = os.path.realpath(path)
-            places = stack()
-            if places and not full.startswith(_ELSEWHERE) and "__pycache__" not in full and _is_direct():
-                self._recorder.tell("file", path=full, appends=appends, where=places)
-        finally:
-            self._busy = False
-
     def _save(self, obj: Any, f: Any = None, *args: Any, **kwargs: Any) -> None:
-        if isinstance(f, str | os.PathLike):
-            self._tell(os.fspath(f), False)
-
-
-def _is_direct() -> bool:
-    """Return whether the script asks for the file, not a module that is being imported or compiled."""
-    frame = sys._getframe(2)
-    while frame is not None and not is_own(frame.f_code.co_filename):
-        if "importlib" in frame.f_code.co_filename or "_inductor" in frame.f_code.co_filename:
-            return False
-        frame = frame.f_back  # type: ignore[assignment]
-    return True
+        path = getattr(f, "name", f)
+        if isinstance(path, str | os.PathLike):
+            self._recorder.tell("file", path=os.path.realpath(path), where=stack())

@@ -187,22 +187,15 @@ def _is_left(loop: Loop, line: Place, left: Record | None, ends: str) -> bool:
 
 
 def _find_same_files(facts: Facts) -> Iterator[Finding]:
-    """Find files that several ranks open for writing."""
-    writers: dict[str, dict[int, Record]] = {}
-    for rank, records in facts.of("file").items():
-        for record in records:
-            writers.setdefault(record["path"], {}).setdefault(rank, record)
-    locked = {record["path"] for record in facts.all("locked")}
-    done: set[Place | None] = set()
-    for path, by_rank in writers.items():
-        ranks = sorted(by_rank)
-        first = by_rank[ranks[0]]
-        where = place(first["where"])
-        if len(ranks) < 2 or path in locked or where in done:
-            continue
-        done.add(where)
-        evidence = f"{say_ranks(ranks)} write {os.path.basename(path)}"
-        why = "the ranks overwrite each other: the file is the last one's, or a mixture"
-        fix = "let one rank write, `if rank == 0:`, or put the rank into the name"
-        severity = "suspicious" if first["appends"] else "wrong"
-        yield facts.finding("same-file", evidence, why, fix, first["where"], severity=severity, ranks=ranks)
+    """Find files that several ranks save."""
+    by_line: dict[Place | None, Finding] = {}
+    for path in dict.fromkeys(record["path"] for record in facts.all("file")):
+        saved = {rank: [r for r in records if r["path"] == path] for rank, records in facts.of("file").items()}
+        ranks = [rank for rank, records in saved.items() if records]
+        if len(ranks) > 1:
+            evidence = f"{say_ranks(ranks)} write {os.path.basename(path)}"
+            why = "the ranks overwrite each other: the file is the last one's, or a mixture"
+            fix = "let one rank write, `if rank == 0:`, or put the rank into the name"
+            found = facts.finding("same-file", evidence, why, fix, saved[ranks[0]][0]["where"], ranks=ranks)
+            by_line.setdefault(found.where, found)
+    yield from by_line.values()
