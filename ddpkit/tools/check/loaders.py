@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import weakref
 import zlib
 from collections.abc import Iterator
@@ -9,31 +10,29 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
 from torch.utils.data import dataloader as loading
-from torch.utils.data._utils import fetch
 
 from ...collectives.digest import digest
 from ...data.streams import Stream
 from ..recorder import Recorder, content
 from .modules import Modules
 from .process import Ending, Function, after, guarded, replace
-from .random_numbers import GENERATORS, Draws, State, Windows, generators_in, states
+from .random_numbers import Windows
 from .source import Place, Stack, bound_of_loop, definition, is_own_object, stack
 
 _MANY = 2_000_000  # samples of an epoch that are listed
 _BATCHES = 64  # of an epoch that are described one by one
 _UNORDERED = 20_000  # elements of a field that are hashed one by one
-_FETCHES = 3  # of each process whose random numbers are looked at
+_GENERATORS = (np.random.RandomState, np.random.Generator, random.Random, torch.Generator)
 
 
 class _Loader:
     """What is known of one loader: its key, which names the line that made it, and its present epoch."""
 
-    def __init__(self, key: str, made: Stack, dataset: int) -> None:
+    def __init__(self, key: str, made: Stack) -> None:
         self.key = key
         self.made = made
-        self.dataset = dataset  # its identity
         self.epoch = -1
         self.batches = 0
         self.trains = False
@@ -58,7 +57,6 @@ class Samples:
         self._loaders: weakref.WeakKeyDictionary[Any, _Loader] = weakref.WeakKeyDictionary()
         self._all: list[_Loader] = []  # nobody keeps a loader that is made in the head of a loop
         self._iterators: weakref.WeakKeyDictionary[Any, _Loader] = weakref.WeakKeyDictionary()
-        self._fetches = 0
 
     def install(self) -> None:
         """Begin."""
@@ -67,8 +65,6 @@ class Samples:
         after(loading._BaseDataLoaderIter, "__init__", self._start_epoch)
         after(loading._BaseDataLoaderIter, "_reset", self._start_epoch)
         replace(loading._BaseDataLoaderIter, "__next__", self._next)
-        for fetcher in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
-            replace(fetcher, "fetch", self._fetch)
 
     def begin_backward(self) -> None:
         """Note that the loaders which have yielded since the last step feed the training."""
@@ -98,7 +94,7 @@ class Samples:
             made = self._made.get(loader) or stack()
             line = f"{made[0].file}:{made[0].line}" if made else type(loader).__name__
             number = 1 + sum(other.line == line for other in self._all)
-            known = self._loaders[loader] = _Loader(f"{line}#{number}", made, id(loader.dataset))
+            known = self._loaders[loader] = _Loader(f"{line}#{number}", made)
             self._all.append(known)
         return known
 
@@ -185,34 +181,6 @@ class Samples:
         if known.batches <= _BATCHES:
             told = {"loader": known.key, "number": known.epoch, "batch": known.batches}
             self._recorder.tell("batch", content=content(batch), **told)
-
-    def _fetch(self, original: Function) -> Function:
-        look = guarded(self._tell_fetch)
-
-        def call(fetcher: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._fetches >= _FETCHES or (not get_worker_info() and not self._recorder.is_main):
-                return original(fetcher, *args, **kwargs)
-            self._fetches += 1
-            others = tuple(generators_in(fetcher.dataset))
-            old = states(others)
-            draws = Draws(others)
-            draws.begin()
-            try:
-                result = original(fetcher, *args, **kwargs)
-            finally:
-                draws.end()
-            look(fetcher, old, states(others), draws)
-            return result
-
-        return call
-
-    def _tell_fetch(self, fetcher: Any, old: State, new: State, draws: Draws) -> None:
-        drawn = {kind: state[0] for kind, state in old.items() if new.get(kind, state)[0] != state[0]}
-        info = get_worker_info()
-        key = next((known.key for known in self._all if known.dataset == id(fetcher.dataset)), "")
-        if drawn:
-            who = {"loader": key, "worker": info.id if info else None, "number": self._fetches}
-            self._recorder.tell("fetch", drawn=drawn, lines=draws.lines, **who)
 
 
 def _own_lines(loader: Any, sampler: Any) -> list[Place]:
@@ -308,7 +276,7 @@ def _digest_of(dataset: Any, depth: int = 3) -> tuple[str, str]:
     for name, value in vars(dataset).items():
         if depth and (isinstance(value, Dataset) or is_own_object(value)):
             ordered[name], unordered[name] = _digest_of(value, depth - 1)
-        elif not isinstance(value, GENERATORS):
+        elif not isinstance(value, _GENERATORS):
             ordered[name], unordered[name] = digest(value), _unordered(value)
     name = type(dataset).__name__
     return f"{name} {digest(ordered)}", f"{name} {digest(unordered)}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import sys
 import zlib
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -16,7 +15,6 @@ from ..recorder import Recorder
 from .process import before
 from .source import Place, is_own, own_frames, place_of, stack
 
-GENERATORS = (np.random.RandomState, np.random.Generator, random.Random, torch.Generator)
 State = dict[str, tuple[int, int]]  # hash and position of each generator
 _MANY = 8  # draws that are kept for a step
 _LINES = 8  # of drawing that are kept
@@ -30,53 +28,37 @@ _SEEDING = (
 )
 
 
-def states(others: tuple[Any, ...] = ()) -> State:
-    """Hash the states of the global generators, and of others."""
-    generators = {"torch": torch.default_generator, "numpy": np.random.mtrand._rand, "random": random._inst}
+def states() -> State:
+    """Hash the states of the global generators."""
+    found = {
+        "torch": _state_of_torch(torch.default_generator),
+        "numpy": _state_of_numpy(np.random.mtrand._rand),
+    }
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        generators["torch on the GPU"] = torch.cuda.default_generators[torch.cuda.current_device()]
-    generators |= {f"{type(other).__name__} {number}": other for number, other in enumerate(others)}
-    return {name: _state_of(generator) for name, generator in generators.items()}
+        current = torch.cuda.default_generators[torch.cuda.current_device()]
+        found["torch on the GPU"] = _state_of_torch(current)
+    return found
 
 
-def _state_of(generator: Any) -> tuple[int, int]:
+def _state_of_torch(generator: torch.Generator) -> tuple[int, int]:
     """Hash a generator's state, and tell how many words of a block it has used, -1 if that is not known."""
-    if isinstance(generator, torch.Generator):
-        state = generator.get_state().numpy()
-        left = int(state[8:12].view(np.int32)[0])
-        return zlib.crc32(state.data), 624 - left if generator.device.type == "cpu" else -1
-    if isinstance(generator, np.random.RandomState):
-        _, keys, position, *_ = generator.get_state(legacy=True)
-        return zlib.crc32(np.asarray(keys).data, int(position)), int(position)
-    if isinstance(generator, np.random.Generator):
-        return zlib.crc32(repr(generator.bit_generator.state).encode()), -1
-    words = generator.getstate()[1]
-    return hash(words), int(words[-1])
+    state = generator.get_state().numpy()
+    if generator.device.type != "cpu":
+        return zlib.crc32(state.data), -1
+    left = int(state[8:12].view(np.int32)[0])
+    return zlib.crc32(state.data), 624 - left
 
 
-def generators_in(value: Any, depth: int = 4) -> Iterator[Any]:
-    """Yield the generators in the fields of an object."""
-    children: list[Any] = []
-    if isinstance(value, GENERATORS):
-        yield value
-    elif isinstance(value, list | tuple) and len(value) <= 32:
-        children = list(value)
-    elif hasattr(value, "__dict__") and not isinstance(value, type):
-        children = list(vars(value).values())
-    for child in children if depth else []:
-        yield from generators_in(child, depth - 1)
+def _state_of_numpy(generator: np.random.RandomState) -> tuple[int, int]:
+    _, keys, position, *_ = generator.get_state(legacy=True)
+    return zlib.crc32(np.asarray(keys).data, int(position)), int(position)
 
 
 class Draws:
-    """Finds the script's lines that draw random numbers, by a trace function which compares states line by line.
+    """Finds the script's lines that draw random numbers, by a trace function which compares states line by line."""
 
-    Args:
-        others: Generators to look at besides the global ones.
-    """
-
-    def __init__(self, others: tuple[Any, ...] = ()) -> None:
+    def __init__(self) -> None:
         self.lines: list[Place] = []
-        self._others = others
         self._state: State = {}
         self._place: Place | None = None
         self._is_tracing = False
@@ -86,7 +68,7 @@ class Draws:
         if sys.gettrace() is not None:
             return
         self._is_tracing = True
-        self._state = states(self._others)
+        self._state = states()
         for frame in own_frames(sys._getframe(1)):
             frame.f_trace = self._look
             self._place = self._place or place_of(frame)
@@ -110,7 +92,7 @@ class Draws:
 
     def _compare(self) -> None:
         """Blame the line before for a state that has changed."""
-        now = states(self._others)
+        now = states()
         is_new = self._place not in self.lines and len(self.lines) < _LINES
         if now != self._state and self._place and is_new:
             self.lines.append(self._place)
@@ -133,8 +115,8 @@ class Windows:
 
     def _note(self, kind: str) -> Any:
         def look(*args: Any, **kwargs: Any) -> None:
-            if places := stack():
-                self._recorder.tell("seeded", generator=kind, where=places, worker=not self._recorder.is_main)
+            if self._recorder.is_main and (places := stack()):
+                self._recorder.tell("seeded", generator=kind, where=places)
 
         return look
 

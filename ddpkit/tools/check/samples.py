@@ -33,7 +33,7 @@ def find(facts: Facts) -> Iterator[Finding]:
     if not training:
         yield from _find_equal_inputs(facts)
     yield from _find_same_orders(facts, training)
-    if drawn := _find_same_draws(facts) or _find_same_noise(facts):
+    if drawn := _find_same_noise(facts):
         yield drawn
 
 
@@ -60,22 +60,19 @@ def _find_same(facts: Facts, records: list[Record], contents: list[list[int]]) -
     equal = 0
     while equal < number and contents[0][equal] and all_equal([batches[equal] for batches in contents]):
         equal += 1
-    plans = [record.get("plan") for record in records]
-    are_planned = plans[0] is not None and all_equal(plans) and agree(records, "dataset")
-    fetch, kinds = next((found for found in _equal_fetches(facts) if found[0]["loader"] == epoch["loader"]), ({}, []))
-    if not (equal and equal >= min(number, _COMPARED)) and not (are_planned and number and fetch):
+    if not equal or equal < min(number, _COMPARED):
         return None
-    made = [epoch["sampler_made"], epoch["made"]]
-    if fetch and not are_planned:
-        lines = [_seeded(facts, kinds).get("where"), fetch["lines"], *made]
-        fix = "give each rank a seed of its own: `seed + rank`"
-    elif epoch["lines"]:
-        lines = [epoch["lines"], *made]
+    lines = [epoch["sampler_made"], epoch["made"]]
+    if epoch["lines"]:
+        lines = [epoch["lines"], *lines]
         fix = "let each rank take its share: `[rank::world_size]`"
+    elif not epoch["iterable"] and not agree(records, "plan"):  # then the dataset draws the samples
+        lines = [*_seeded(facts, "random", "numpy", "torch"), *lines]
+        fix = "give each rank a seed of its own: `seed + rank`"
     else:
-        lines = [epoch["made"], *made]
+        lines = [epoch["made"], *lines]
         fix = "`DataLoader(dataset, sampler=DistributedSampler(dataset))`"
-    evidence = f"the first {min(equal, number) or number} batches are the same on {facts.who}"
+    evidence = f"the first {equal} batches are the same on {facts.who}"
     why = f"{facts.world_size} ranks do the work of one: the gradient is that of one rank's samples"
     return facts.finding("same-samples", evidence, why, fix, *lines)
 
@@ -88,7 +85,7 @@ def _find_equal_inputs(facts: Facts) -> Iterator[Finding]:
         if not inputs[0] or not all_equal(inputs):
             return
     if rows:
-        lines = [rows[0][0]["calls"][0]["where"], _seeded(facts, ["torch", "numpy", "random"]).get("where")]
+        lines = [rows[0][0]["calls"][0]["where"], *_seeded(facts, "torch", "numpy", "random")]
         evidence = f"at each of {len(rows)} steps the inputs are the same on {facts.who}"
         why = f"{facts.world_size} ranks do the work of one: the gradient is that of one rank's samples"
         fix = "draw the samples of each rank with a seed of its own, or let each take its share: `[rank::world_size]`"
@@ -156,8 +153,7 @@ def _differently_ordered(facts: Facts, epoch: Record) -> Finding:
     evidence = f"{facts.who} hold the same samples in different orders, and deal positions in them"
     why = "a position is another sample on each rank: some samples come twice, others never"
     fix = "leave the list in one order, or shuffle it with a seed that all ranks have: `random.Random(0).shuffle(x)`"
-    shuffled = _seeded(facts, ["shuffle"]).get("where")
-    return _about_sampler("shuffle-differs", facts, epoch, evidence, why, fix, shuffled)
+    return _about_sampler("shuffle-differs", facts, epoch, evidence, why, fix, *_seeded(facts, "shuffle"))
 
 
 def _find_same_orders(facts: Facts, training: set[str]) -> Iterator[Finding]:
@@ -202,31 +198,10 @@ def _optimizers_after(facts: Facts, epoch: Record) -> int:
 # Find random numbers that are the same on every rank.
 
 
-def _equal_fetches(facts: Facts) -> Iterator[tuple[Record, list[str]]]:
-    """Yield the fetches for which all ranks' datasets draw from equal states, and the generators."""
-    for _, records in facts.rows("fetch", "loader", "worker", "number"):
-        common = set.intersection(*(set(record["drawn"].items()) for record in records))
-        if common:
-            yield records[0], sorted(kind for kind, _ in common)
-
-
-def _seeded(facts: Facts, kinds: list[str]) -> Record:
-    """Return how some generators were last seeded by the script, {} if they were not."""
-    seeds = [record for record in facts.first("seeded") if record["generator"] in kinds]
-    return seeds[-1] if seeds else {}
-
-
-def _find_same_draws(facts: Facts) -> Finding | None:
-    """Find datasets that draw the same numbers on all ranks for other samples."""
-    first_batches: dict[str, bool] = {}  # whether they are equal, which is another bug
-    for (loader, _, _), records in facts.rows("batch", "loader", "number", "batch"):
-        first_batches.setdefault(loader, agree(records, "content"))
-    for fetch, kinds in _equal_fetches(facts):
-        if not first_batches.get(fetch["loader"]):
-            who = "the loaders" if fetch["worker"] is None else f"workers {fetch['worker']}"
-            evidence = f"{who} of {facts.who} draw from equal states of {', '.join(kinds)}"
-            return _same_numbers(facts, evidence, fetch["lines"], kinds)
-    return None
+def _seeded(facts: Facts, *kinds: str) -> list[list[Any]]:
+    """List where the script has last seeded each of some generators."""
+    lines = {record["generator"]: record["where"] for record in facts.first("seeded")}
+    return [lines[kind] for kind in kinds if kind in lines]
 
 
 def _find_same_noise(facts: Facts) -> Finding | None:
@@ -241,23 +216,15 @@ def _find_same_noise(facts: Facts) -> Finding | None:
         return None
     steps = min(_COMPARED, len(rows))
     evidence = f"at each of {steps} steps {facts.who} draw from equal states of {', '.join(kinds)}"
-    return _same_numbers(facts, evidence, own_lines, kinds)
+    why = "noise, dropout masks or augmentations are those of one rank, used several times: less variety"
+    fix = "after the model is made, seed each rank on its own: `torch.manual_seed(seed + rank)`"
+    return facts.finding("same-random-numbers", evidence, why, fix, own_lines, *_seeded(facts, *kinds))
 
 
 def _equal_states(records: list[Record]) -> set[str]:
     """Name the generators from whose equal states all ranks draw more than a few numbers."""
     drawn = []
     for record in records:
-        entries = [entry for entry in record["random"]["drawn"] if entry["generator"] != "random"]
+        entries = record["random"]["drawn"]
         drawn.append({(e["generator"], e["state"]) for e in entries if e["words"] >= _FEW or e["words"] < 0})
     return {kind for kind, _ in set.intersection(*drawn)}
-
-
-def _same_numbers(facts: Facts, evidence: str, lines: list[Any], kinds: list[str]) -> Finding:
-    why = "noise, dropout masks or augmentations are those of one rank, used several times: less variety"
-    fix = "after the model is made, seed each rank on its own: `torch.manual_seed(seed + rank)`"
-    seed = _seeded(facts, kinds)
-    if seed.get("worker"):
-        lines = []
-        fix = "leave the seeds of workers to torch, or derive them from its own: `torch.initial_seed() % 2**32`"
-    return facts.finding("same-random-numbers", evidence, why, fix, lines, seed.get("where"))
