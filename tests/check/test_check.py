@@ -30,7 +30,7 @@ from ddpkit.tools.check.facts import Facts, Order
 HERE = Path(__file__).parent
 LATE = 600.0  # seconds in which a check of a tiny script ends on any machine
 MARK = re.compile(r"# (?:wrong )?<- ([\w-]+)")
-QUICK = ["text_diffusion_loader", "image_restoration", "loss_by_class"]  # the storm has them all
+QUICK = ["text_diffusion_loader", "image_restoration", "sampled_logging"]  # the storm has them all
 
 
 def scripts(kind: str) -> list[Path]:

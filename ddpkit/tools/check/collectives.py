@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Join
 from ..recorder import Recorder
 from .modules import Modules
 from .process import Function, before, guarded, replace
-from .source import divides_by_ranks, loop_keys, stack
+from .source import divides_by_ranks, stack
 
 _WITH_TENSORS = (
     "all_reduce",
@@ -124,7 +124,7 @@ class Collectives:
                 fields["trained"] = self.trained.get(tensor.data_ptr())
         if "reduce" in name:
             fields["reduction"] = _reduction(args, kwargs)
-        more = {"samples": self._modules.samples, "keys": loop_keys(), "divides": divides_by_ranks()}
+        more = {"samples": self._modules.samples, "divides": divides_by_ranks()}
         self._recorder.tell_collective(fields | more)
 
 

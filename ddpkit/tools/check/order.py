@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import os
 from collections.abc import Iterator
-from typing import Any
 
 from ..recorder import Record
 from .facts import SCRIPT_END, Facts, Finding, Parting, agree, all_equal, place, places, say_ranks
@@ -15,7 +14,7 @@ from .source import Loop, Place, is_inside, leaving_condition, loops_around, ran
 def find(facts: Facts) -> Iterator[Finding]:
     """Explain where the ranks part, and find where they will."""
     uneven = _find_uneven_epochs(facts)
-    found = [uneven, _find_plateau(facts), _find_other_keys(facts)]
+    found = [uneven, _find_plateau(facts)]
     if uneven is None:
         found.append(_find_skipping(facts))
     if facts.parted and not any(found):
@@ -38,35 +37,6 @@ def _find_skipping(facts: Facts) -> Finding | None:
             fix = "let all ranks skip together: `skip = ddpkit.stop_together(skip)`"
             return facts.finding("one-rank-decides", evidence, why, fix, lines)
     return None
-
-
-def _find_other_keys(facts: Facts) -> Finding | None:
-    """Find collectives of one line that ranks call for the same keys in another order."""
-    by_rank: list[dict[tuple[Any, ...], list[Any]]] = []
-    for records in facts.of("collective").values():
-        by_rank.append({})
-        for record in records:
-            if record.get("keys") and record["where"]:
-                by_rank[-1].setdefault(tuple(record["where"][0]), []).append(record)
-    for line, first in by_rank[0].items():
-        columns = [[record["keys"] for record in table.get(line, [])] for table in by_rank]
-        if not _are_names(columns):
-            continue
-        for number, keys in enumerate(zip(*columns, strict=False), 1):
-            if not all_equal(keys):
-                said = " and ".join(", ".join(key) for key in keys)
-                evidence = f"call {number} of {first[0]['op']} here is for {said} on {facts.who}"
-                why = "what belongs to one key is added to what belongs to another, and nothing fails"
-                fix = "go through the keys in one order: `for key in sorted(values):`"
-                return facts.finding("collective-order", evidence, why, fix, first[0]["where"])
-    return None
-
-
-def _are_names(columns: list[list[list[str]]]) -> bool:
-    """Return whether the keys are the same on all ranks, or words, so that their order has a meaning."""
-    called = min(map(len, columns))
-    words = all(any("'" in key for key in keys[0]) for keys in columns if keys)
-    return words or all_equal([sorted(map(str, keys[:called])) for keys in columns])
 
 
 def _find_uneven_epochs(facts: Facts) -> Finding | None:

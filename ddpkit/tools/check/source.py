@@ -345,17 +345,6 @@ def _is_number_of_ranks(node: ast.expr, frame: FrameType) -> bool:
     return False
 
 
-def loop_keys() -> list[str]:
-    """List the names and numbers through which the innermost function's loops go, of the present round."""
-    found = []
-    for frame in islice(own_frames(sys._getframe(1)), 1):
-        for loop in loops_around(frame.f_code.co_filename, frame.f_lineno):
-            targets = [] if isinstance(loop, ast.While) else list(ast.walk(loop.target))
-            values = [evaluate(node, frame) for node in targets if isinstance(node, ast.Name)]
-            found += [repr(value) for value in values if isinstance(value, str | int)]
-    return found
-
-
 def bound_of_loop() -> int | None:
     """Return after how many rounds the loop ends that asks for a loader's batches, None if the loader decides."""
     for frame in own_frames(sys._getframe(1)):
