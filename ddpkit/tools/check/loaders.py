@@ -19,7 +19,7 @@ from ..recorder import Recorder, content
 from .modules import Modules
 from .process import Ending, Function, after, guarded, replace
 from .random_numbers import Windows
-from .source import Place, Stack, bound_of_loop, definition, is_own_object, stack
+from .source import Place, Stack, definition, is_bounded, is_own_object, stack
 
 _MANY = 2_000_000  # samples of an epoch that are listed
 _BATCHES = 64  # of an epoch that are described one by one
@@ -142,7 +142,7 @@ class Samples:
             "iterable": isinstance(loader.dataset, IterableDataset),
             "sampler_made": self._made.get(sampler, []) if is_known else [],
             "has_epoch": hasattr(sampler, "set_epoch"),
-            "bound": bound_of_loop(),
+            "bounded": is_bounded(),
             "replaces": bool(getattr(sampler, "replacement", False)) or "Weighted" in type(sampler).__name__,
             "batch_size": getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size or 1,
             "workers": loader.num_workers,

@@ -20,7 +20,7 @@ def find(facts: Facts) -> Iterator[Finding]:
     if not facts.deals_micro_batches:
         rows = facts.steps
         uneven = _find_uneven(facts, rows) or _find_divided_twice(facts, rows)
-        yield from filter(None, [uneven, _find_divided_by_ranks(facts, rows), _find_sums(facts, rows)])
+        yield from filter(None, [uneven, _find_sums(facts, rows)])
     for _, records in facts.rows("collective", "position", "group"):
         if _is_mean_of_means(facts, records):
             yield _mean_of_means(facts, records)
@@ -67,7 +67,7 @@ def _find_uneven(facts: Facts, rows: list[list[Record]]) -> Finding | None:
                 )
                 fix = "divide the sum by the count of all: "
                 fix += "`n = ddpkit.all_reduce(n); (loss_sum * world_size / n).backward()`"
-                lines = [step["divided"], step["backward"], [line] if line else []]
+                lines = [step["backward"], [line] if line else []]
                 return facts.finding("wrong-divisor", evidence, why, fix, *lines)
     return None
 
@@ -98,29 +98,8 @@ def _find_divided_twice(facts: Facts, rows: list[list[Record]]) -> Finding | Non
     evidence = f"the losses of {facts.who} enter their mean with weights {shares}, which add up to 1"
     why = f"DDP averages over ranks, so the gradient is 1/{facts.world_size} of that of the mean"
     fix = "multiply by the number of ranks: `loss = loss_sum / total * dist.get_world_size()`"
-    lines = [step["divided"], step["backward"], step["losses"][0]["where"][:1]]
+    lines = [step["backward"], step["losses"][0]["where"][:1]]
     return facts.finding("wrong-divisor", evidence, why, fix, *lines)
-
-
-def _find_divided_by_ranks(facts: Facts, rows: list[list[Record]]) -> Finding | None:
-    """Find means that are divided by the number of ranks, and then averaged over ranks by DDP."""
-    for step in (step for records in rows for step in records):
-        if not step["by_ranks"] or not step["causes"] or step["summed"]:
-            return None
-        if any(cause["hooked"] for cause in step["causes"]):
-            return None
-        if any(loss["masked"] for loss in step["losses"]):  # it may be a sum, divided by the count of all
-            return None
-        if not _near(_total(step["losses"]), 1 / facts.world_size):
-            return None
-    if not rows:
-        return None
-    step = rows[0][0]
-    evidence = f"{facts.who} divide their mean losses by {facts.world_size}, and DDP averages them again"
-    why = f"the gradient is 1/{facts.world_size} of that of the mean, and shrinks with the number of ranks"
-    fix = "leave the division out: DDP averages gradients over ranks"
-    lines = [step["by_ranks"], step["backward"]]
-    return facts.finding("wrong-divisor", evidence, why, fix, *lines, severity=_severity(step))
 
 
 def _find_sums(facts: Facts, rows: list[list[Record]]) -> Finding | None:

@@ -66,8 +66,7 @@ class Wrapped:
     def described(self) -> dict[str, Any]:
         """Describe what could keep this DDP from averaging the gradients of a step."""
         told = {name: getattr(self, name) for name in ("made", "bypassed", "taken_out", "unsynced", "thawed")}
-        hooked = bool(getattr(self.module, "_comm_hooks", ()))
-        return told | {"forwards": self.forwards[-8:], "hooked": hooked}
+        return told | {"forwards": self.forwards[-8:]}
 
 
 class Modules:

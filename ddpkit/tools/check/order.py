@@ -49,7 +49,7 @@ def _find_uneven_epochs(facts: Facts) -> Finding | None:
             is_unknown = None in batches or any(record.get("cut") for record in records)
             if loader not in facts.training or is_unknown or all_equal(batches):
                 continue
-            if kind == "epoch" and _have_common_bound(records, batches):
+            if kind == "epoch" and any(record["bounded"] for record in records):
                 continue
             epoch = next(record for record in facts.first("epoch") if record["loader"] == loader)
             numbers = " and ".join(map(str, batches))
@@ -59,12 +59,6 @@ def _find_uneven_epochs(facts: Facts) -> Finding | None:
             lines = [epoch["lines"], epoch["sampler_made"], epoch["made"], epoch["where"]]
             return facts.finding("batches-differ", evidence, why, fix, *lines)
     return None
-
-
-def _have_common_bound(records: list[Record], batches: list[int]) -> bool:
-    """Return whether the loops of all ranks end after as many batches, which each loader has."""
-    bounds = [record["bound"] for record in records]
-    return None not in bounds and all_equal(bounds) and bounds[0] <= min(batches)
 
 
 def _is_handled(facts: Facts) -> bool:

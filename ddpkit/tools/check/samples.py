@@ -63,11 +63,12 @@ def _find_same(facts: Facts, records: list[Record], contents: list[list[int]]) -
     if not equal or equal < min(number, _COMPARED):
         return None
     lines = [epoch["sampler_made"], epoch["made"]]
+    seeds = _seeded(facts, "random", "numpy", "torch")
     if epoch["lines"]:
-        lines = [epoch["lines"], *lines]
-        fix = "let each rank take its share: `[rank::world_size]`"
+        lines = [epoch["lines"], *lines, *seeds]
+        fix = "let each rank take its share, `[rank::world_size]`, or draw with a seed of its own, `seed + rank`"
     elif not epoch["iterable"] and not agree(records, "plan"):  # then the dataset draws the samples
-        lines = [*_seeded(facts, "random", "numpy", "torch"), *lines]
+        lines = [*seeds, *lines]
         fix = "give each rank a seed of its own: `seed + rank`"
     else:
         lines = [epoch["made"], *lines]

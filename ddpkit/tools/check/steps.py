@@ -18,7 +18,7 @@ from .loaders import Samples
 from .modules import Modules, roots, variables
 from .process import Ending, Function, after, before, guarded, replace
 from .random_numbers import Windows
-from .source import Place, Stack, divides_by_ranks, divisions_of_loss, stack
+from .source import Stack, divides_by_ranks, stack
 
 _LOSSES = (
     "cross_entropy",
@@ -43,8 +43,6 @@ class Losses:
     Attributes:
         places: Where `backward` was called last.
         divides: Whether the script divides by the number of ranks there.
-        divided: The lines there that divide a loss.
-        by_ranks: Those that divide it by the number of ranks.
     """
 
     def __init__(self, modules: Modules, samples: Samples, ending: Ending) -> None:
@@ -56,8 +54,6 @@ class Losses:
         self._depth = 0
         self.places: Stack = []
         self.divides = False
-        self.divided: list[Place] = []
-        self.by_ranks: list[Place] = []
 
     def install(self) -> None:
         """Begin."""
@@ -82,7 +78,6 @@ class Losses:
         self._modules.begin_backward()
         self.places = stack()[:4]
         self.divides = divides_by_ranks(4)
-        self.divided, self.by_ranks = divisions_of_loss()
 
     def _observed(self, original: Function) -> Function:
         watch = guarded(self._watch)
@@ -239,8 +234,6 @@ class Steps:
             calls=self.modules.calls,
             losses=self.losses.of_this_step(),
             backward=self.losses.places,
-            divided=self.losses.divided,
-            by_ranks=self.losses.by_ranks,
             divides=self.losses.divides or divides_by_ranks(4) or bool(summed and summed["divides"]),
             summed=summed,
             class_name=type(optimizer).__name__,
