@@ -139,17 +139,12 @@ def _name_of(group: Any) -> str:
     return str(getattr(group, "group_name", id(group)))
 
 
-class Files:
-    """Observes `torch.save` from the moment of `install`."""
+def observe_saves(recorder: Recorder) -> None:
+    """Tell the files that `torch.save` writes."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-
-    def install(self) -> None:
-        """Begin."""
-        before(torch, "save", self._save)
-
-    def _save(self, obj: Any, f: Any = None, *args: Any, **kwargs: Any) -> None:
+    def save(obj: Any, f: Any = None, *args: Any, **kwargs: Any) -> None:
         path = getattr(f, "name", f)
         if isinstance(path, str | os.PathLike):
-            self._recorder.tell("file", path=os.path.realpath(path), where=stack())
+            recorder.tell("file", path=os.path.realpath(path), where=stack())
+
+    before(torch, "save", save)

@@ -18,13 +18,13 @@ from ..cli import columns, count, paint, wrap
 from ..ranks import Ranks, Script, describe, exit_when_terminated, run_script, use_gloo_without_gpus
 from ..recorder import Recorder
 from . import gradients, losses, order, samples
-from .collectives import Collectives, Files
+from .collectives import Collectives, observe_saves
 from .facts import OF_REPLICAS, SEVERITIES, Facts, Finding, Outcome, Watch, hold_parts
 from .loaders import Samples
 from .modules import Modules
 from .process import Ending, before, report_to
 from .random_numbers import Windows
-from .steps import Losses, Schedules, Steps
+from .steps import Losses, Steps, observe_plateaus
 
 # Print what was found, for people or as JSON.
 
@@ -220,9 +220,10 @@ def observe(recorder: Recorder, ending: Ending) -> None:
     losses = Losses(modules, samples, ending)
     collectives = Collectives(recorder, modules)
     steps = Steps(recorder, ending, modules, losses, windows, collectives, samples)
-    others = (collectives, Files(recorder), Schedules(recorder))
-    for observer in (modules, losses, windows, samples, steps, *others):
+    for observer in (modules, losses, windows, samples, steps, collectives):
         observer.install()
+    observe_plateaus(recorder)
+    observe_saves(recorder)
 
     def join(*args: Any, **kwargs: Any) -> None:
         if not recorder.is_main:  # a process that the script has forked to be a rank

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -207,23 +206,11 @@ def _find_states(facts: Facts, rows: list[list[Record]]) -> Finding | None:
         else:
             continue
         loaded: list[Any] = next((record["loaded"] for record in records if record["loaded"]), [])
-        if not loaded and not all_equal(rates):
-            loaded = _rates_set(facts)
         condition = next(filter(None, map(rank_condition, places(loaded))), None)
         why = "equal gradients become different updates, and the replicas drift apart"
         fix = "load the optimizer's state, or set its learning rate, on every rank"
         return facts.finding("replicas-drift", evidence, why, fix, condition, loaded, records[0]["where"])
     return None
-
-
-def _rates_set(facts: Facts) -> list[Any]:
-    """Return where one rank alone steps a schedule."""
-    stepped = facts.of("schedule step")
-    calls = [Counter(tuple(record["where"][0]) for record in records) for records in stepped.values()]
-    for line in dict.fromkeys(line for ranks in calls for line in ranks):
-        if 0 in [ranks[line] for ranks in calls]:
-            return [line]
-    return []
 
 
 def _find_drift(facts: Facts, optimizers: list[_Optimizer]) -> Finding | None:

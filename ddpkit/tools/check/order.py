@@ -71,21 +71,15 @@ def _is_handled(facts: Facts) -> bool:
 
 def _find_plateau(facts: Facts) -> Finding | None:
     """Find learning rates that follow a number which each rank has measured on its own."""
-    steps = facts.of("plateau")
-    rows = list(zip(*steps.values(), strict=False))
-    rows = [records for records in rows if not agree(records, "value")]
-    stepping = [rank for rank, records in steps.items() if records]
-    if rows:
-        values = " and ".join(f"{record['value']:.4g}" for record in rows[0])
+    for records in zip(*facts.of("plateau").values(), strict=False):
+        if agree(records, "value"):
+            continue
+        values = " and ".join(f"{record['value']:.4g}" for record in records)
         evidence = f"{facts.who} tell the schedule {values}"
-    elif stepping and len(stepping) < facts.world_size:
-        evidence = f"rank {stepping[0]} steps the schedule, and others do not"
-    else:
-        return None
-    where = rows[0][0]["where"] if rows else steps[stepping[0]][0]["where"]
-    why = "sooner or later the ranks lower their learning rates at different times, and the replicas drift apart"
-    fix = "average the metric over ranks before: `schedule.step(ddpkit.all_reduce_mean(loss, weight=count))`"
-    return facts.finding("one-rank-decides", evidence, why, fix, where)
+        why = "sooner or later the ranks lower their learning rates at different times, and the replicas drift apart"
+        fix = "average the metric over ranks before: `schedule.step(ddpkit.all_reduce_mean(loss, weight=count))`"
+        return facts.finding("one-rank-decides", evidence, why, fix, records[0]["where"])
+    return None
 
 
 # Explain the first collective that ranks did not enter alike.

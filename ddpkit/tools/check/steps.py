@@ -32,7 +32,6 @@ _LOSSES = (
 )
 _MANY_LOSSES = 64  # losses that are kept for a step
 _IMAGES = 4  # dimensions of classes by pixel, of which each rank ignores a few: their means count as equals everywhere
-_MANY_SCHEDULES = 256  # steps of schedules that are told
 _LOOKED_AT = 6  # steps of an optimiser at which running statistics are compared
 _FIRST_STEPS = 3  # at which states are compared: what differs differs by then
 
@@ -117,27 +116,14 @@ class Losses:
         result.register_hook(guarded(arrived))  # type: ignore[no-untyped-call]
 
 
-class Schedules:
-    """Observes learning rate schedules, how often they step and what they are told, from the moment of `install`."""
+def observe_plateaus(recorder: Recorder) -> None:
+    """Tell the numbers by which schedules judge if the training has come to a plateau."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._steps = 0
+    def step(schedule: Any, metrics: Any = None, *args: Any, **kwargs: Any) -> None:
+        if metrics is not None:
+            recorder.tell("plateau", value=float(metrics), where=stack())
 
-    def install(self) -> None:
-        """Begin."""
-        before(lr_scheduler.ReduceLROnPlateau, "step", self._plateau)
-        before(lr_scheduler.LRScheduler, "step", self._step)
-
-    def _plateau(self, schedule: Any, metrics: Any = None, *args: Any, **kwargs: Any) -> None:
-        places = stack()
-        if places and metrics is not None:
-            self._recorder.tell("plateau", value=float(metrics), where=places)
-
-    def _step(self, schedule: Any, *args: Any, **kwargs: Any) -> None:
-        if self._steps < _MANY_SCHEDULES and (places := stack()):
-            self._steps += 1
-            self._recorder.tell("schedule step", where=places[:1])
+    before(lr_scheduler.ReduceLROnPlateau, "step", step)
 
 
 class _Seen:
