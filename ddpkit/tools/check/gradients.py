@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..recorder import Record
-from .facts import Facts, Finding, agree, all_equal, in_function_of, place, places
+from .facts import Facts, Finding, agree, all_equal, in_function_of, places
 from .source import rank_condition
 
 _ROUNDING = 1e-4  # relative difference of gradients that sums in another order may have
@@ -122,7 +122,8 @@ def _find_unaveraged(facts: Facts, optimizer: _Optimizer) -> Finding | None:
         names = [name for name in found if name not in optimizer.by_hand]
         if not names or optimizer.is_averaged(number):
             continue
-        lines, why, fix = _cause(facts, records[0], optimizer, names)
+        lines, fix = _cause(records[0], optimizer, names)
+        why = f"each rank trains them on its own samples; what is saved has seen 1/{facts.world_size} of the samples"
         difference = max(found[name] for name in names)
         who = facts.who
         evidence = f"{_name_some(names)}: at optimizer step {number} the gradients of {who} differ by {difference:.0%}"
@@ -130,42 +131,28 @@ def _find_unaveraged(facts: Facts, optimizer: _Optimizer) -> Finding | None:
     return None
 
 
-def _cause(
-    facts: Facts, step: Record, optimizer: _Optimizer, names: list[str]
-) -> tuple[list[Sequence[Any] | None], str, str]:
-    """Find the line and more lines, the reason and the remedy."""
-    why = f"each rank trains a model of its own; the one that is saved has seen 1/{facts.world_size} of the samples"
-    part = "each rank trains these parameters on its own samples alone, and they drift apart"
+def _cause(step: Record, optimizer: _Optimizer, names: list[str]) -> tuple[list[Sequence[Any] | None], str]:
+    """Find the lines that keep the gradients of some parameters from being averaged, and the remedy."""
     first = optimizer.parameters[names[0]]
-    at_step = step["where"]
+    at_step, made = step["where"], first["made"]
     wrapped = next((cause for cause in step["causes"] if cause["made"] == first["ddp"]), None)
     if wrapped is None:
-        lines = [at_step, optimizer.made, first["made"]]
         if len(names) < len(optimizer.parameters):
-            return lines, part, "make them parameters of the module that DDP wraps, and use them in its `forward`"
-        if step["causes"]:
-            return lines, part, "wrap this network, too: `net = DistributedDataParallel(net)`"
-        fix = "wrap the model, `model = DistributedDataParallel(model)`, or average its gradients before the step"
-        return lines, why, fix
-    made, unsynced = wrapped["made"], wrapped["unsynced"]
-    if wrapped["thawed"] and not first["managed"]:
-        fix = "wrap the model anew after it is unfrozen: `model = DistributedDataParallel(model.module)`"
-        return [wrapped["thawed"], made], part, fix
+            fix = "make them parameters of the module that DDP wraps, and use them in its `forward`"
+        else:
+            fix = "wrap the model, `model = DistributedDataParallel(model)`, or average its gradients before the step"
+        return [at_step, optimizer.made, made], fix
     if not first["managed"]:
-        fix = "add all parameters before the model is wrapped: `model = DistributedDataParallel(net)` comes last"
-        return [in_function_of(first["made"], made), first["made"], made], part, fix
-    if called := place(wrapped["bypassed"]):
-        if called not in places(wrapped["taken_out"]):
-            called = in_function_of(wrapped["taken_out"], wrapped["bypassed"])
+        fix = "add and unfreeze parameters before the model is wrapped, or wrap it anew: `DistributedDataParallel(net)`"
+        return [in_function_of(made, wrapped["made"]), made, wrapped["made"]], fix
+    if wrapped["bypassed"]:
         fix = "call the wrapped model, `model(x)`, not `model.module(x)` nor a method of it"
-        return [called, wrapped["bypassed"], wrapped["taken_out"]], why, fix
-    if unsynced and not all(wrapped["forwards"][-1:]):
-        fix = "run forward and backward of the last micro-batch before `optimizer.step()` outside of `no_sync()`"
-        return [unsynced, at_step], why, fix
-    if unsynced:
-        return [unsynced, at_step], why, "set the flag, or enter `no_sync()`, before forward: DDP looks at it there"
+        return [wrapped["bypassed"], wrapped["taken_out"]], fix
+    if wrapped["unsynced"]:
+        fix = "run the last micro-batch before `optimizer.step()` outside of `no_sync()`, its forward as well"
+        return [wrapped["unsynced"], at_step], fix
     fix = "call `model(x)` of the wrapped model once for each `backward()`, and leave its gradients alone"
-    return [at_step, made, wrapped["taken_out"]], why, fix
+    return [at_step, wrapped["made"], wrapped["taken_out"]], fix
 
 
 # Find replicas that differ at the first step, or later although gradients were equal.
