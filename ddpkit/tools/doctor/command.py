@@ -27,7 +27,7 @@ from ...launch.launch import MPI_AND_SLURM
 from ...launch.process_tree import unnested_launch
 from ..cli import checked_by, count, positive_seconds
 from . import checks
-from .report import MARK, Check, Report, print_report, worst
+from .report import MARK, Check, Report, print_report
 
 _NCCL_ENDS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
 _MARK_WAIT = 5.0  # seconds in which rank 0 of a doctor's job marks its store
@@ -161,10 +161,9 @@ def _check_machine(report: Report, args: argparse.Namespace) -> None:
     report.begin("collective", f"two processes meet and average numbers (at most {args.timeout:g} s)")
     bound = report.time_left()
     settings = (args.backend, device, bound.total_seconds())
-    mean, latency = spawn(checks.two_ranks, 2, *settings, timeout=bound + timedelta(seconds=10))[0]
-    found = f"two processes on {device or 'two accelerators'}: {mean.found}; {latency.found}"
-    status = worst([mean, latency])
-    report.add(Check("collective", status, found, mean.remedy or latency.remedy, measured=latency.measured))
+    mean = spawn(checks.two_ranks, 2, *settings, timeout=bound + timedelta(seconds=10))[0]
+    found = f"two processes on {device or 'two accelerators'}: {mean.found}"
+    report.add(Check("collective", mean.status, found, mean.remedy))
 
 
 def _check_job(report: Report, launch: Launch, args: argparse.Namespace) -> None:
@@ -204,8 +203,6 @@ def _check_together(report: Report, context: Context, store: dist.Store) -> None
     report.add(checks.same_versions(report.records))
     report.begin("mean", "averaging numbers")
     report.add(checks.mean())
-    report.begin("latency", "timing a small collective")
-    report.add(checks.latency())
     report.begin("report", "gathering the ranks' findings")
     report.share(store)
 
