@@ -24,7 +24,7 @@ from processes import begin as start
 
 from ddpkit.tools import cli
 from ddpkit.tools.check import facts as observed
-from ddpkit.tools.check.command import find_all
+from ddpkit.tools.check import find_all
 from ddpkit.tools.check.facts import Facts, Order
 
 HERE = Path(__file__).parent

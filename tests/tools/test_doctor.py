@@ -26,9 +26,9 @@ from processes import CLEAN, ROOT, TORCHRUN, free_port, platform_env, run
 import ddpkit
 from ddpkit import LaunchError, detect_launch
 from ddpkit.tools import cli
-from ddpkit.tools.doctor import checks, command
+from ddpkit.tools import doctor as tool
+from ddpkit.tools.doctor import checks, read_launch
 from ddpkit.tools.doctor.checks import roll_call, same_versions
-from ddpkit.tools.doctor.command import read_launch
 from ddpkit.tools.doctor.report import MARK, Check, Report, merge, print_report, read_results, render, worst
 
 MACHINE = ["launch", "versions", "devices", "interface", "ports"]
@@ -62,7 +62,7 @@ def meet(*args: Any, **kwargs: Any) -> list[Check]:
 
 def examine(folder: str, flags: Sequence[str]) -> None:
     """Do what `python -m ddpkit doctor` does, in a process that has imported torch."""
-    command.spawn = meet  # type: ignore[assignment]
+    tool.spawn = meet  # type: ignore[assignment]
     errors = os.open(f"{folder}/{os.getpid()}", os.O_WRONLY | os.O_CREAT)
     os.dup2(errors, 2)
     os.close(errors)
@@ -488,8 +488,8 @@ def hang(report: Report, args: Any) -> None:
 
 
 def get_stuck() -> None:
-    command._BEYOND_TIMEOUT = 0.5
-    command._check_machine = hang
+    tool._BEYOND_TIMEOUT = 0.5
+    tool._check_machine = hang
     sys.exit(cli.main(["doctor", "--json", "--timeout", "0.5"]))
 
 
@@ -502,7 +502,7 @@ def test_checks_that_never_end_are_reported_and_ended() -> None:
 
 def examine_for_nobody() -> None:
     """As in `python -m ddpkit doctor | head -3`."""
-    command.spawn = meet  # type: ignore[assignment]
+    tool.spawn = meet  # type: ignore[assignment]
     reader, writer = os.pipe()
     os.close(reader)
     os.dup2(writer, 1)

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.join import Join
 
-from ..recorder import Recorder
+from ..recorder import Function, Recorder, before, guarded, replace
 from .modules import Modules
-from .process import Function, before, guarded, replace
 from .source import divides_by_ranks, stack
 
 _WITH_TENSORS = (

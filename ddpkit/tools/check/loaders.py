@@ -1,7 +1,8 @@
-"""Observe loaders: the samples that each rank will get, and the batches that it gets."""
+"""Observe loaders: the samples that each rank will get, and the batches that it gets, until it has shown enough."""
 
 from __future__ import annotations
 
+import os
 import random
 import weakref
 import zlib
@@ -15,16 +16,71 @@ from torch.utils.data import dataloader as loading
 
 from ...collectives.digest import digest
 from ...data.streams import Stream
-from ..recorder import Recorder, content
+from ..recorder import Function, Recorder, after, content, guarded, replace
 from .modules import Modules
-from .process import Ending, Function, after, guarded, replace
 from .random_numbers import Windows
-from .source import Place, Stack, definition, is_bounded, is_own_object, stack
+from .source import Place, Stack, awaits_stop_iteration, definition, is_bounded, is_own_object, stack
 
 _MANY = 2_000_000  # samples of an epoch that are listed
 _BATCHES = 64  # of an epoch that are described one by one
+_EPOCHS = 3  # that begin; the third is not finished
+_LONGEST = 3  # all epochs have at most so many times the steps of one
 _UNORDERED = 20_000  # elements of a field that are hashed one by one
 _GENERATORS = (np.random.RandomState, np.random.Generator, random.Random, torch.Generator)
+
+
+class Ending:
+    """Ends the script after some steps; loaders are cut short, so that what follows an epoch is seen.
+
+    Args:
+        recorder: Tells that this rank is done, and counts its steps.
+        steps: Optimiser steps of an epoch; epochs of a loader end after as many.
+        control: A descriptor that becomes readable when the process shall end.
+
+    Attributes:
+        has_loader: Whether the script trains from a loader, which can be cut short.
+        accumulates: Whether there was a backward pass since the last step.
+    """
+
+    def __init__(self, recorder: Recorder, steps: int, control: int) -> None:
+        self._recorder = recorder
+        self._steps = steps
+        self._control = control
+        self._begun_at = 0
+        self._epochs = 0
+        self._is_uncut = False  # whether an epoch goes on that was to be cut
+        self.has_loader = False
+        self.accumulates = False
+
+    def begin_epoch(self) -> None:
+        """Note that a loader from which the script trains begins anew."""
+        self._begun_at = self._recorder.step
+        self._is_uncut = False
+        self._epochs += 1
+
+    def cut_epoch(self) -> bool:
+        """Return whether a loader shall end its epoch here, for which the script must be prepared."""
+        if self.accumulates or self._recorder.step - self._begun_at < self._steps:
+            return False
+        self._is_uncut = not awaits_stop_iteration()
+        return not self._is_uncut
+
+    def before_step(self, steps: int) -> None:
+        """End this process if its optimiser has made enough steps."""
+        allowed = self._steps
+        if self.has_loader:  # one that fetches ahead yields one batch more after it was cut
+            allowed += 1
+        is_long = steps >= _LONGEST * self._steps
+        if not self._is_uncut:
+            is_long = is_long or steps - self._begun_at >= allowed
+        if is_long or self._epochs > _EPOCHS:
+            self.wait("steps")
+
+    def wait(self, reason: str) -> None:
+        """Say why this process is done, and wait for the end."""
+        self._recorder.tell("done", reason=reason)
+        os.read(self._control, 1)
+        os._exit(0)
 
 
 class _Loader:

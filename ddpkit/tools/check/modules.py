@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from ..recorder import Recorder, content, size_of
-from .process import Function, after, before, guarded
+from ..recorder import Function, Recorder, after, before, content, guarded, size_of
 from .source import Stack, is_own_object, own_frames, place_of, stack
 
 _MANY_CALLS = 16  # calls of networks that are kept for a step

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..recorder import Recorder
-from .process import before
+from ..recorder import Recorder, before
 from .source import Place, is_own, own_frames, place_of, stack
 
 State = dict[str, tuple[int, int]]  # hash and position of each generator

@@ -12,11 +12,21 @@ from torch.nn import functional
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..recorder import Recorder, hash_of, parameters_of, sample, whole
+from ..recorder import (
+    Function,
+    Recorder,
+    after,
+    before,
+    guarded,
+    hash_of,
+    parameters_of,
+    replace,
+    sample,
+    whole,
+)
 from .collectives import Collectives
-from .loaders import Samples
+from .loaders import Ending, Samples
 from .modules import Modules, roots, variables
-from .process import Ending, Function, after, before, guarded, replace
 from .random_numbers import Windows
 from .source import Stack, divides_by_ranks, stack
 
