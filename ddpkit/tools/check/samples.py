@@ -179,21 +179,14 @@ def _epochs_of_lines(facts: Facts, training: set[str]) -> list[list[Record]]:
     for record in facts.first("epoch"):
         if record["loader"] in training:
             epochs.setdefault(record["loader"], []).append(record)
-    found: dict[tuple[Any, ...], list[Record]] = {}
+    is_one_training = len(facts.first("optimizer")) == 1
+    found: dict[tuple[str, str], list[Record]] = {}
     for loader, records in epochs.items():
-        key: tuple[Any, ...] = (loader,)
-        if len(records) == 1:  # of the same data, for the same optimizer
-            key = (loader.rpartition("#")[0], records[0].get("dataset"), _optimizers_after(facts, records[0]))
+        key = loader, ""
+        if len(records) == 1 and is_one_training:  # perhaps of the same data
+            key = loader.rpartition("#")[0], records[0].get("dataset", "")
         found.setdefault(key, []).extend(records)
     return list(found.values())
-
-
-def _optimizers_after(facts: Facts, epoch: Record) -> int:
-    """Count the optimizers that make their first step after an epoch, when another one has begun."""
-    records = facts.records[facts.ranks[0]]
-    later = records[records.index(epoch) + 1 :]
-    ends = [number for number, record in enumerate(later) if record["kind"] == "epoch"]
-    return sum(record["kind"] == "optimizer" for record in later[ends[0] :]) if ends else 0
 
 
 # Find random numbers that are the same on every rank.
