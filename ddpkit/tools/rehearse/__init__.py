@@ -22,7 +22,7 @@ from .trials import Difference, Rehearsal, Trial, UnfitScriptError
 
 # Print how the trials went, for people or as JSON.
 
-SCHEMA = 1  # of the JSON object; raised when a field changes its meaning or goes away
+SCHEMA = 2  # of the JSON object; raised when a field changes its meaning or goes away
 _FEWEST = 2  # starts that begin anew, of which a single one may have had no checkpoint yet
 
 
@@ -77,14 +77,14 @@ def _describe_files(difference: Difference) -> str:
     return f"{count(len(difference.compared), 'file')} equal {equal}"
 
 
-def render_end(rehearsal: Rehearsal, trials: list[Trial], again: str) -> str:
+def render_end(rehearsal: Rehearsal, trials: list[Trial]) -> str:
     """Write the last lines: how many were right, and how to repeat one that was not."""
-    wrong = sum(bool(trial.wrong) for trial in trials)
+    wrong = [trial.number for trial in trials if trial.wrong]
     number = count(len(trials), "trial")
     tally = paint(f"{number} ended like the undisturbed run", "green")
     if wrong:
-        tally = paint(f"{wrong} of {number} went wrong", "red")
-        return f"to repeat the first that went wrong: {again}\n{tally}"
+        tally = paint(f"{len(wrong)} of {number} went wrong", "red")
+        return f"to repeat the first that went wrong: the same command with --only {wrong[0]}\n{tally}"
     if rehearsal.reference is None:
         tally = paint(f"{number} came to an end, which cannot be compared", "yellow")
     if not never_resumes(trials):
@@ -134,7 +134,6 @@ def _run_as_json(run: Run) -> dict[str, Any]:
 
 _BAD_SCRIPT = 2
 _TRIALS = 4  # each kind once
-_DEFAULTS = {"kinds": ",".join(KINDS), "again": "", "device": "cpu", "grace": 30.0, "timeout": 180.0}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -144,18 +143,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trials", type=int, default=_TRIALS, metavar="N", help=f"runs that are disturbed ({_TRIALS})")
     add("--seed", type=int, default=0, metavar="N", help="of the disturbances (0)")
     add("--only", type=int, metavar="N", help="repeat this trial alone")
-    add("--kinds", metavar="KIND,KIND", help=f"of disturbances ({_DEFAULTS['kinds']})")
-    add("--again", metavar="ARGS", help="more arguments of the script when started again")
+    kinds = ",".join(KINDS)
+    add("--kinds", default=kinds, metavar="KIND,KIND", help=f"of disturbances ({kinds})")
+    add("--again", default="", metavar="ARGS", help="more arguments of the script when started again")
     add("--exact", action="store_true", help="the tensors in its files must be equal bit for bit")
-    add("--grace", type=float, metavar="SECONDS", help="in which all ranks must end once one has (30)")
-    add("--timeout", type=float, metavar="SECONDS", help="bound on a time without steps (180)")
-    add("--device", choices=("cpu", "cuda"), help="hide the GPUs, or do not (cpu)")
+    add("--grace", type=float, default=30.0, metavar="SECONDS", help="in which all ranks must end once one has (30)")
+    add("--timeout", type=float, default=180.0, metavar="SECONDS", help="bound on a time without steps (180)")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="hide the GPUs, or do not (cpu)")
     add("--keep", type=Path, metavar="FOLDER", help="keep the files of undisturbed runs and of those that went wrong")
     add("--json", action="store_true", help="print one JSON object instead of text")
     add("-m", "--module", action="store_true", help="the script is the name of a module, as for `python -m`")
     add("script", help=f"the training script; what follows is its own, and {FOLDER} in it is each run's own folder")
     add("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    parser.set_defaults(**_DEFAULTS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -228,22 +227,8 @@ def _rehearse(args: argparse.Namespace, folder: Path) -> int:
     if args.json:
         print(as_json(args.script, args.seed, rehearsal, trials))
     else:
-        wrong = next((trial.number for trial in trials if trial.wrong), 0)
-        print(render_end(rehearsal, trials, _repeat(args, wrong)), flush=True)
+        print(render_end(rehearsal, trials), flush=True)
     has_failed = any(trial.wrong for trial in trials) or never_resumes(trials)
     if not has_failed and rehearsal.reference is None:
         return _BAD_SCRIPT
     return int(has_failed)
-
-
-def _repeat(args: argparse.Namespace, number: int) -> str:
-    """Write the command that repeats a trial."""
-    words = ["python", "-m", "ddpkit", "rehearse", "-n", args.ranks, "--seed", str(args.seed), "--only", str(number)]
-    for flag in _DEFAULTS:
-        value = getattr(args, flag)
-        if value != _DEFAULTS[flag]:
-            words.append(f"--{flag}={value}")
-    for flag in ("exact", "module"):
-        if getattr(args, flag):
-            words.append(f"--{flag}")
-    return shlex.join([*words, args.script, *args.arguments])
