@@ -56,17 +56,7 @@ def is_own(file: str) -> bool:
     """Return whether a file is the script's, not one of Python, an installed package or ddpkit."""
     if file.startswith("<") or any(part in file for part in _PACKAGES):
         return False
-    return not os.path.realpath(file).startswith(_FOREIGN + _installed())
-
-
-@cache
-def _installed() -> tuple[str, ...]:
-    """List the folders of the module path into which packages were installed."""
-    found = []
-    for folder in filter(os.path.isdir, sys.path):
-        if any(name.endswith(".dist-info") for name in os.listdir(folder)):
-            found.append(os.path.realpath(folder) + os.sep)
-    return tuple(found)
+    return not os.path.realpath(file).startswith(_FOREIGN)
 
 
 def is_own_object(value: Any) -> bool:
