@@ -15,7 +15,7 @@ from ..recorder import Function, Recorder, before, guarded, replace
 from .modules import Modules
 from .source import divides_by_ranks, stack
 
-_WITH_TENSORS = (
+_COLLECTIVES = (
     "all_reduce",
     "broadcast",
     "reduce",
@@ -29,8 +29,6 @@ _WITH_TENSORS = (
     "reduce_scatter",
     "all_to_all",
     "all_to_all_single",
-)
-_OTHERS = (
     "barrier",
     "monitored_barrier",
     "all_gather_object",
@@ -64,9 +62,9 @@ class Collectives:
         before(Join, "__enter__", lambda *args: self._recorder.tell("join"))
         for name in _POINT_TO_POINT:
             before(dist, name, self._note_sent)
-        for name in (*_WITH_TENSORS, *_OTHERS):
+        for name in _COLLECTIVES:
             replace(dist, name, self._observed)
-        for name in (*_POINT_TO_POINT, *_WITH_TENSORS, *_OTHERS):
+        for name in (*_POINT_TO_POINT, *_COLLECTIVES):
             if hasattr(dist, name):
                 setattr(distributed_c10d, name, getattr(dist, name))  # which P2POp compares
 
@@ -113,7 +111,7 @@ class Collectives:
         tensors = [value for value in given if isinstance(value, Tensor)]
         group = kwargs.get("group") or next((a for a in args if isinstance(a, dist.ProcessGroup)), None)
         fields: dict[str, Any] = {"op": name, "group": _name_of(group), "where": stack()[:4]}
-        if tensors and name in _WITH_TENSORS:
+        if tensors:
             tensor = tensors[0]
             fields["dtype"] = str(tensor.dtype).removeprefix("torch.")
             fields["shape"] = list(tensor.shape)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import random
-import weakref
 import zlib
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary, finalize
 
 import numpy as np
 import torch
@@ -109,10 +109,10 @@ class Samples:
         self._ending = ending
         self._windows = windows
         self._modules = modules
-        self._made: weakref.WeakKeyDictionary[Any, Stack] = weakref.WeakKeyDictionary()
-        self._loaders: weakref.WeakKeyDictionary[Any, _Loader] = weakref.WeakKeyDictionary()
+        self._made: WeakKeyDictionary[Any, Stack] = WeakKeyDictionary()
+        self._loaders: WeakKeyDictionary[Any, _Loader] = WeakKeyDictionary()
         self._all: list[_Loader] = []  # nobody keeps a loader that is made in the head of a loop
-        self._iterators: weakref.WeakKeyDictionary[Any, _Loader] = weakref.WeakKeyDictionary()
+        self._iterators: WeakKeyDictionary[Any, _Loader] = WeakKeyDictionary()
 
     def install(self) -> None:
         """Begin."""
@@ -163,7 +163,7 @@ class Samples:
         known.epoch += 1
         known.batches = 0
         self._iterators[iterator] = known
-        weakref.finalize(iterator, self._leave, known)
+        finalize(iterator, self._leave, known)
         if known.trains:
             self._ending.begin_epoch()
         described = self._describe(loader, known, iterator)

@@ -12,6 +12,7 @@ from .facts import Facts, Finding, agree, all_equal
 from .source import Place, is_shared_out
 
 _COMPARED = 3  # batches or steps that must be equal on all ranks, if there are as many
+_WORK_OF_ONE = "all ranks do the work of one: the gradient is that of one rank's samples"
 _FEW = 8  # words: a choice that all ranks are to make alike takes as many
 
 
@@ -33,8 +34,7 @@ def find(facts: Facts) -> Iterator[Finding]:
     if not training:
         yield from _find_equal_inputs(facts)
     yield from _find_same_orders(facts, training)
-    if drawn := _find_same_noise(facts):
-        yield drawn
+    yield from _find_same_noise(facts)
 
 
 def _examine(facts: Facts, records: list[Record]) -> Finding | None:
@@ -74,8 +74,7 @@ def _find_same(facts: Facts, records: list[Record], contents: list[list[int]]) -
         lines = [epoch["made"], *lines]
         fix = "`DataLoader(dataset, sampler=DistributedSampler(dataset))`"
     evidence = f"the first {equal} batches are the same on {facts.who}"
-    why = f"{facts.world_size} ranks do the work of one: the gradient is that of one rank's samples"
-    return facts.finding("same-samples", evidence, why, fix, *lines)
+    return facts.finding("same-samples", evidence, _WORK_OF_ONE, fix, *lines)
 
 
 def _find_equal_inputs(facts: Facts) -> Iterator[Finding]:
@@ -88,9 +87,8 @@ def _find_equal_inputs(facts: Facts) -> Iterator[Finding]:
     if rows:
         lines = [rows[0][0]["calls"][0]["where"], *_seeded(facts, "torch", "numpy", "random")]
         evidence = f"at each of {len(rows)} steps the inputs are the same on {facts.who}"
-        why = f"{facts.world_size} ranks do the work of one: the gradient is that of one rank's samples"
         fix = "draw the samples of each rank with a seed of its own, or let each take its share: `[rank::world_size]`"
-        yield facts.finding("same-samples", evidence, why, fix, *lines)
+        yield facts.finding("same-samples", evidence, _WORK_OF_ONE, fix, *lines)
 
 
 def _find_repeated_batches(facts: Facts, epoch: Record, contents: list[int]) -> Finding | None:
@@ -198,21 +196,21 @@ def _seeded(facts: Facts, *kinds: str) -> list[list[Any]]:
     return [lines[kind] for kind in kinds if kind in lines]
 
 
-def _find_same_noise(facts: Facts) -> Finding | None:
+def _find_same_noise(facts: Facts) -> Iterator[Finding]:
     """Find noise and dropout that are the same on all ranks at each step."""
     rows = [records for records in facts.steps if all(record["random"]["drawn"] for record in records)]
     kinds = sorted(set.intersection(*map(_equal_states, rows[:_COMPARED]))) if len(rows) > 1 else []
     if not kinds:
-        return None
+        return
     lines: list[Any] = max((records[0]["random"]["lines"] for records in rows), key=len)
     own_lines = [line for line in lines if not is_shared_out(Place(*line))]
     if lines and not own_lines:
-        return None
+        return
     steps = min(_COMPARED, len(rows))
     evidence = f"at each of {steps} steps {facts.who} draw from equal states of {', '.join(kinds)}"
     why = "noise, dropout masks or augmentations are those of one rank, used several times: less variety"
     fix = "after the model is made, seed each rank on its own: `torch.manual_seed(seed + rank)`"
-    return facts.finding("same-random-numbers", evidence, why, fix, own_lines, *_seeded(facts, *kinds))
+    yield facts.finding("same-random-numbers", evidence, why, fix, own_lines, *_seeded(facts, *kinds))
 
 
 def _equal_states(records: list[Record]) -> set[str]:
