@@ -160,18 +160,25 @@ def _cause(step: Record, optimizer: _Optimizer, names: list[str]) -> tuple[list[
 
 
 def _find_different_start(facts: Facts, optimizers: list[_Optimizer]) -> Finding | None:
-    """Find parameters that differ before the first step."""
+    """Find parameters that differ before the first step, and fixed networks that differ."""
     for optimizer in optimizers:
-        names = [name for records in optimizer.steps[:1] for name in optimizer.different(records)]
-        if not names or optimizer.becomes_equal(1):
-            continue
-        made = optimizer.parameters[names[0]]["made"]
-        evidence = f"{_name_some(names)}: at the first optimizer step {facts.who} hold different values"
-        why = "equal gradients keep replicas apart that begin apart: there is no one model, and rank 0's is saved"
-        fix = "send out rank 0's: `for t in model.state_dict().values(): dist.broadcast(t, src=0)`"
-        lines = [in_function_of(made, optimizer.made), made, optimizer.made]
-        return facts.finding("replicas-differ-at-start", evidence, why, fix, *lines)
+        for records in optimizer.steps[:1]:
+            names = optimizer.different(records)
+            if names and not optimizer.becomes_equal(1):
+                return _started_different(facts, names, optimizer.parameters[names[0]]["made"], optimizer.made)
+            for name, (hashes, made) in records[0]["others"].items():
+                others = [record["others"].get(name, [[]])[0] for record in records]
+                if not all_equal(others) and all(len(other) == len(hashes) for other in others):
+                    return _started_different(facts, [name], made, optimizer.made)
     return None
+
+
+def _started_different(facts: Facts, names: list[str], made: list[Any], optimizer: list[Any]) -> Finding:
+    evidence = f"{_name_some(names)}: at the first optimizer step {facts.who} hold different values"
+    why = "equal gradients keep replicas apart that begin apart: there is no one model, and rank 0's is saved"
+    fix = "send out rank 0's: `for t in model.state_dict().values(): dist.broadcast(t, src=0)`"
+    lines = [in_function_of(made, optimizer), made, optimizer]
+    return facts.finding("replicas-differ-at-start", evidence, why, fix, *lines)
 
 
 def _find_states(facts: Facts, rows: list[list[Record]]) -> Finding | None:

@@ -76,14 +76,18 @@ class Modules:
         self.samples = 0
         self.on_call: Function = lambda: None
         self._parameters: dict[int, tuple[Any, Stack]] = {}
+        self._called: set[int] = set()  # identities of networks, not of their parts
         self._depth = 0
         self._in_ddp = 0
 
     def install(self) -> None:
         """Begin."""
         hooks.register_module_parameter_registration_hook(guarded(self._registered))
+        hooks.register_module_buffer_registration_hook(guarded(self._registered))
         hooks.register_module_forward_pre_hook(guarded(self._entered))
         hooks.register_module_forward_hook(guarded(self._left), always_call=True)
+        after(nn.Parameter, "__deepcopy__", self._copied)
+        after(Tensor, "__deepcopy__", self._copied)
         after(DistributedDataParallel, "__init__", self._made)
         before(DistributedDataParallel, "__setattr__", self._set)
         before(DistributedDataParallel, "__getattr__", self._read)
@@ -102,6 +106,15 @@ class Modules:
             if any(parameter is other for other in wrapped.inner.parameters()):
                 return wrapped, False
         return None, False
+
+    def is_used(self, network: nn.Module) -> bool:
+        """Return whether a network was called, or a part of it, or one that it is a part of."""
+        if any(id(module) in self._called for module in network.modules()):
+            return True
+        if any(id(network) in wrapped.inside for key, wrapped in self.wrapped.items() if key in self._called):
+            return True
+        called = [root for _, root in roots() if id(root) in self._called]
+        return any(network is module for root in called for module in root.modules())
 
     def begin_step(self) -> None:
         """Forget what belongs to the step that has ended."""
@@ -124,6 +137,10 @@ class Modules:
     def _registered(self, module: Any, name: str, parameter: Any) -> None:
         if isinstance(parameter, Tensor):
             self._parameters[id(parameter)] = (weakref.ref(parameter), _made_at())
+
+    def _copied(self, original: Tensor, memo: Any) -> None:
+        if id(original) in self._parameters:
+            self._registered(None, "", memo.get(id(original)))
 
     def _made(self, made: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         self.wrapped[id(made)] = Wrapped(made)
@@ -170,6 +187,7 @@ class Modules:
                 wrapped.bypassed = [place_of(frame) for frame in frames][:_DEEPEST]
 
     def _note_call(self, module: nn.Module, args: Any) -> None:
+        self._called.add(id(module))
         if isinstance(module, nn.modules.loss._Loss):
             return
         if not torch.is_grad_enabled():

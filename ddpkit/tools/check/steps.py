@@ -225,6 +225,7 @@ class Steps:
             causes=[wrapped.described() for wrapped in self.modules.wrapped.values()],
             state=_state_of(optimizer, seen),
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+            others=self._others(parameters) if seen.steps == 1 else {},
             buffers=self._hash_buffers() if self._buffers is None else self._buffers,
             calls=self.modules.calls,
             losses=self.losses.of_this_step(),
@@ -263,6 +264,20 @@ class Steps:
                 }
             )
         self.recorder.tell("optimizer", optimizer=seen.number, made=seen.made, parameters=described)
+
+    def _others(self, parameters: list[Tensor]) -> dict[str, list[Any]]:
+        """Hash the parameters of networks that are used and not trained."""
+        trained = set(map(id, parameters))
+        for optimizer in list(self._made):
+            trained |= set(map(id, parameters_of(optimizer)))
+        found = {}
+        for name, root in roots():
+            tensors = [*root.parameters(), *root.buffers()]
+            others = [t for t in tensors if whole(t) is not None]
+            is_trained = any(id(t) in trained for t in tensors)
+            if others and not is_trained and self.modules.is_used(root):
+                found[name] = [[hash_of(t) for t in others], self.modules.made(others[0])]
+        return found
 
     def _note_buffers(self) -> None:
         """Hash buffers before a network changes them, for a script may average them after a step."""
