@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -11,14 +10,15 @@ from weakref import WeakKeyDictionary, finalize
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, get_worker_info
 from torch.utils.data import dataloader as loading
+from torch.utils.data._utils import fetch
 
 from ...collectives.digest import digest
 from ...data.streams import Stream
 from ..recorder import Function, Recorder, after, content, guarded, replace
 from .modules import Modules
-from .random_numbers import Windows
+from .random_numbers import GENERATORS, Draws, Windows
 from .source import Place, Stack, awaits_stop_iteration, definition, is_bounded, is_own_object, stack
 
 _MANY = 2_000_000  # samples of an epoch that are listed
@@ -26,7 +26,7 @@ _BATCHES = 64  # of an epoch that are described one by one
 _EPOCHS = 3  # that begin; the third is not finished
 _LONGEST = 3  # all epochs have at most so many times the steps of one
 _UNORDERED = 20_000  # elements of a field that are hashed one by one
-_GENERATORS = (np.random.RandomState, np.random.Generator, random.Random, torch.Generator)
+_FETCHES = 3  # of each process whose random numbers are looked at
 
 
 class Ending:
@@ -113,6 +113,7 @@ class Samples:
         self._loaders: WeakKeyDictionary[Any, _Loader] = WeakKeyDictionary()
         self._all: list[_Loader] = []  # nobody keeps a loader that is made in the head of a loop
         self._iterators: WeakKeyDictionary[Any, _Loader] = WeakKeyDictionary()
+        self._fetches = 0
 
     def install(self) -> None:
         """Begin."""
@@ -121,6 +122,8 @@ class Samples:
         after(loading._BaseDataLoaderIter, "__init__", self._start_epoch)
         after(loading._BaseDataLoaderIter, "_reset", self._start_epoch)
         replace(loading._BaseDataLoaderIter, "__next__", self._next)
+        for fetcher in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
+            replace(fetcher, "fetch", self._fetch)
 
     def begin_backward(self) -> None:
         """Note that the loaders which have yielded since the last step feed the training."""
@@ -238,6 +241,31 @@ class Samples:
             told = {"loader": known.key, "number": known.epoch, "batch": known.batches}
             self._recorder.tell("batch", content=content(batch), **told)
 
+    def _fetch(self, original: Function) -> Function:
+        tell = guarded(self._tell_fetch)
+
+        def call(fetcher: Any, *args: Any) -> Any:
+            if self._fetches >= _FETCHES:
+                return original(fetcher, *args)
+            self._fetches += 1
+            draws = Draws(fetcher.dataset)
+            guarded(draws.begin)()
+            try:
+                batch = original(fetcher, *args)
+            finally:
+                guarded(draws.end)()
+            tell(draws, batch)
+            return batch
+
+        return call
+
+    def _tell_fetch(self, draws: Draws, batch: Any) -> None:
+        """Tell which random numbers a dataset has drawn for a batch."""
+        info = get_worker_info()
+        worker = None if info is None else info.id
+        told = {"worker": worker, "number": self._fetches, "content": content(batch)}
+        self._recorder.tell("fetch", drawn=draws.drawn, lines=draws.lines, **told)
+
 
 def _own_lines(loader: Any, sampler: Any) -> list[Place]:
     """Return where the script decides which samples come: in its own sampler or stream."""
@@ -332,7 +360,7 @@ def _digest_of(dataset: Any, depth: int = 3) -> tuple[str, str]:
     for name, value in vars(dataset).items():
         if depth and (isinstance(value, Dataset) or is_own_object(value)):
             ordered[name], unordered[name] = _digest_of(value, depth - 1)
-        elif not isinstance(value, _GENERATORS):
+        elif not isinstance(value, GENERATORS):
             ordered[name], unordered[name] = digest(value), _unordered(value)
     name = type(dataset).__name__
     return f"{name} {digest(ordered)}", f"{name} {digest(unordered)}"

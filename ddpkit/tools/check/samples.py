@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import chain, islice, pairwise
 from typing import Any
 
 from ..recorder import Record
@@ -34,7 +34,7 @@ def find(facts: Facts) -> Iterator[Finding]:
     if not training:
         yield from _find_equal_inputs(facts)
     yield from _find_same_orders(facts, training)
-    yield from _find_same_noise(facts)
+    yield from islice(chain(_find_same_draws(facts), _find_same_noise(facts)), 1)
 
 
 def _examine(facts: Facts, records: list[Record]) -> Finding | None:
@@ -196,27 +196,39 @@ def _seeded(facts: Facts, *kinds: str) -> list[list[Any]]:
     return [lines[kind] for kind in kinds if kind in lines]
 
 
+def _find_same_draws(facts: Facts) -> Iterator[Finding]:
+    """Find datasets that draw the same numbers on all ranks for other samples."""
+    for (worker, *_), records in sorted(facts.rows("fetch", "worker", "number", "step"), key=str):
+        kinds = _equal_states([record["drawn"] for record in records], 0)
+        if kinds and not agree(records, "content"):
+            who = "the loaders" if worker is None else f"workers {worker}"
+            evidence = f"{who} of {facts.who} draw from equal states of {', '.join(kinds)}"
+            yield _same_numbers(facts, evidence, *_seeded(facts, *kinds), records[0]["lines"])
+
+
 def _find_same_noise(facts: Facts) -> Iterator[Finding]:
     """Find noise and dropout that are the same on all ranks at each step."""
     rows = [records for records in facts.steps if all(record["random"]["drawn"] for record in records)]
-    kinds = sorted(set.intersection(*map(_equal_states, rows[:_COMPARED]))) if len(rows) > 1 else []
+    drawn = [[record["random"]["drawn"] for record in records] for records in rows[:_COMPARED]]
+    kinds = sorted(set.intersection(*(set(_equal_states(each, _FEW)) for each in drawn))) if len(rows) > 1 else []
     if not kinds:
         return
     lines: list[Any] = max((records[0]["random"]["lines"] for records in rows), key=len)
     own_lines = [line for line in lines if not is_shared_out(Place(*line))]
     if lines and not own_lines:
         return
-    steps = min(_COMPARED, len(rows))
-    evidence = f"at each of {steps} steps {facts.who} draw from equal states of {', '.join(kinds)}"
+    evidence = f"at each of {len(drawn)} steps {facts.who} draw from equal states of {', '.join(kinds)}"
+    yield _same_numbers(facts, evidence, own_lines, *_seeded(facts, *kinds))
+
+
+def _same_numbers(facts: Facts, evidence: str, *lines: Any) -> Finding:
     why = "noise, dropout masks or augmentations are those of one rank, used several times: less variety"
-    fix = "after the model is made, seed each rank on its own: `torch.manual_seed(seed + rank)`"
-    yield facts.finding("same-random-numbers", evidence, why, fix, own_lines, *_seeded(facts, *kinds))
+    fix = "after the model is made, seed each rank on its own, `torch.manual_seed(seed + rank)`"
+    fix += ", and what workers draw from by `torch.initial_seed() % 2**32`, in `worker_init_fn`"
+    return facts.finding("same-random-numbers", evidence, why, fix, *lines)
 
 
-def _equal_states(records: list[Record]) -> set[str]:
-    """Name the generators from whose equal states all ranks draw more than a few numbers."""
-    drawn = []
-    for record in records:
-        entries = record["random"]["drawn"]
-        drawn.append({(e["generator"], e["state"]) for e in entries if e["words"] >= _FEW or e["words"] < 0})
-    return {kind for kind, _ in set.intersection(*drawn)}
+def _equal_states(drawn: list[list[Record]], least: int) -> list[str]:
+    """Name the generators from whose equal states all ranks draw so many words."""
+    states = [{(e["generator"], e["state"]) for e in entries if e["words"] >= least} for entries in drawn]
+    return sorted(kind for kind, _ in set.intersection(*states))

@@ -14,12 +14,13 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data._utils import worker
 
 _DDPKIT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 _FOLDERS = (sysconfig.get_path("stdlib"), os.path.dirname(torch.__file__), _DDPKIT)
 _FOREIGN = tuple(os.path.realpath(folder) + os.sep for folder in _FOLDERS)
 _PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_RUNNER = os.path.join(os.path.dirname(__file__), "__init__.py")  # runs the script
+_RUNNERS = (os.path.join(os.path.dirname(__file__), "__init__.py"), worker.__file__)  # of the script, and of datasets
 _DEEPEST = 8  # lines of a stack that are recorded
 _OF_RANK = ("rank", "is_main", "master", "is_local_main", "process_index", "is_global_zero")
 _OF_RANKS = ("world", "ranks", "num_processes", "nproc", "gpus", "replicas")  # in names of the number of ranks
@@ -70,7 +71,7 @@ def is_own_object(value: Any) -> bool:
 def own_frames(frame: FrameType | None = None) -> Iterator[FrameType]:
     """Yield the frames of the script's own functions, the innermost first."""
     frame = frame or sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != _RUNNER:
+    while frame is not None and frame.f_code.co_filename not in _RUNNERS:
         if is_own(frame.f_code.co_filename):
             yield frame
         frame = frame.f_back
