@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.algorithms.join import Join
 
 from ..recorder import Function, Recorder, before, guarded, replace
 from .modules import Modules
-from .source import divides_by_ranks, stack
+from .source import Stack, divides_by_ranks, stack
 
 _COLLECTIVES = (
     "all_reduce",
@@ -38,6 +39,7 @@ _COLLECTIVES = (
     "new_group",
 )
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
+_FIRST_STEPS = 3  # at which the graphs of what collectives get are followed
 _MANY = 4096  # sums that are kept for a step
 _SMALL = 8  # elements of a tensor that are told
 
@@ -47,6 +49,7 @@ class Collectives:
 
     Attributes:
         trained: The optimiser and the name of parameters, by address; -1 for buffers.
+        cut: Where a collective takes what parameters have computed, and not its graph, by their identity.
     """
 
     def __init__(self, recorder: Recorder, modules: Modules) -> None:
@@ -56,6 +59,7 @@ class Collectives:
         self._sent_at = -1  # step for which that was told last
         self._sums: list[dict[str, Any]] = []
         self.trained: dict[int, tuple[int, str]] = {}
+        self.cut: dict[int, Stack] = {}
 
     def install(self) -> None:
         """Begin."""
@@ -111,6 +115,8 @@ class Collectives:
         tensors = [value for value in given if isinstance(value, Tensor)]
         group = kwargs.get("group") or next((a for a in args if isinstance(a, dist.ProcessGroup)), None)
         fields: dict[str, Any] = {"op": name, "group": _name_of(group), "where": stack()[:4]}
+        if torch.is_grad_enabled() and self._recorder.step < _FIRST_STEPS:
+            self.cut |= {id(p): fields["where"] for p in _parameters_behind(tensors)}
         if tensors:
             tensor = tensors[0]
             fields["dtype"] = str(tensor.dtype).removeprefix("torch.")
@@ -123,6 +129,23 @@ class Collectives:
             fields["reduction"] = _reduction(args, kwargs)
         more = {"samples": self._modules.samples, "divides": divides_by_ranks()}
         self._recorder.tell_collective(fields | more)
+
+
+def _parameters_behind(tensors: list[Tensor]) -> Iterator[Tensor]:
+    """Yield the parameters from which tensors were computed."""
+    seen = set()
+    waiting: list[tuple[Any, int]] = [(tensor.grad_fn, tensor.output_nr) for tensor in tensors]
+    while waiting:
+        node, output = waiting.pop()
+        if node is None or (node, output) in seen:
+            continue
+        seen.add((node, output))
+        before_it = node.next_functions
+        if node.name() == "_DDPSinkBackward":  # DDP's, which hands each output of a network on
+            before_it = before_it[output : output + 1]
+        waiting += before_it
+        if hasattr(node, "variable"):
+            yield node.variable
 
 
 def _reduction(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

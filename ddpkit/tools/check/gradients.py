@@ -10,6 +10,7 @@ from ..recorder import Record
 from .facts import Facts, Finding, agree, all_equal, in_function_of, places
 from .source import rank_condition
 
+_SOME_STEPS = 3  # after which a parameter without a gradient gets none
 _ROUNDING = 1e-4  # relative difference of gradients that sums in another order may have
 
 
@@ -65,10 +66,11 @@ def find(facts: Facts) -> Iterator[Finding]:
     steps = facts.steps
     optimizers = list(_optimizers(facts, steps))
     unaveraged = [_find_unaveraged(facts, optimizer) for optimizer in optimizers]
+    without = [_find_without(facts, optimizer) for optimizer in optimizers]
     different = _find_different_start(facts, optimizers)
     if different is None and not any(unaveraged):
         different = _find_states(facts, steps) or _find_drift(facts, optimizers)
-    yield from filter(None, [*unaveraged, different, _find_buffers(facts, steps)])
+    yield from filter(None, [*unaveraged, *without, different, _find_buffers(facts, steps)])
     yield from _find_divisors(facts, steps)
 
 
@@ -154,6 +156,31 @@ def _cause(step: Record, optimizer: _Optimizer, names: list[str]) -> tuple[list[
         return [wrapped["unsynced"], at_step], fix
     fix = "call `model(x)` of the wrapped model once for each `backward()`, and leave its gradients alone"
     return [at_step, wrapped["made"], wrapped["taken_out"]], fix
+
+
+def _find_without(facts: Facts, optimizer: _Optimizer) -> Finding | None:
+    """Find trainable parameters that never get a gradient."""
+    if len(optimizer.steps) < _SOME_STEPS:
+        return None
+    steps = [record["without"] for records in optimizer.steps for record in records]
+    last = optimizer.steps[-1][0]
+    skipping = [cause["made"] for cause in last["causes"] if cause["skips"]]
+    names = [name for name in optimizer.parameters if all(name in step for step in steps)]
+    lost = [name for name in names if steps[-1][name]]
+    names = lost or [name for name in names if optimizer.parameters[name]["ddp"] not in skipping]
+    if not names:
+        return None
+    severity = "suspicious"
+    why = "the optimizer has them, and no loss depends on them: they never change"
+    fix = "use what they compute in the loss; if they are not to be trained, `requires_grad_(False)`"
+    if lost:
+        severity = "wrong"
+        why = "what they compute goes into a collective, whose results carry no gradient: they never change"
+        fix = "gather with gradients: `features = ddpkit.gather_batch(features)`"
+    evidence = f"{_name_some(names)}: no gradient at any of {len(optimizer.steps)} optimizer steps, on {facts.who}"
+    made = optimizer.parameters[names[0]]["made"]
+    lines = [last["without"][names[0]], in_function_of(made, optimizer.made), made, optimizer.made]
+    return facts.finding("no-gradients", evidence, why, fix, *lines, severity=severity)
 
 
 # Find replicas that differ at the first step, or later although gradients were equal.

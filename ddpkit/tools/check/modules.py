@@ -54,9 +54,10 @@ class Wrapped:
             self._will_regroup = False
             self.regroups = True
 
-    def described(self) -> dict[str, Stack]:
+    def described(self) -> dict[str, Any]:
         """Describe what could keep this DDP from averaging the gradients of a step."""
-        return {name: getattr(self, name) for name in ("made", "bypassed", "taken_out", "unsynced")}
+        told = {name: getattr(self, name) for name in ("made", "bypassed", "taken_out", "unsynced")}
+        return told | {"skips": bool(self.module.find_unused_parameters or self.module.static_graph)}
 
 
 class Modules:

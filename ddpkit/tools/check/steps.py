@@ -222,6 +222,7 @@ class Steps:
             where=stack(),
             gradients=[None if g is None else [hash_of(g), sample(g)] for g in gradients],
             parameters=[None if p is None else hash_of(p) for p in whole_ones],
+            without=self._without_gradient(parameters, seen),
             causes=[wrapped.described() for wrapped in self.modules.wrapped.values()],
             state=_state_of(optimizer, seen),
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
@@ -236,6 +237,11 @@ class Steps:
             random=self.windows.close(),
             loaded=self._loaded,
         )
+
+    def _without_gradient(self, parameters: list[Tensor], seen: _Seen) -> dict[str, Stack]:
+        """Name the parameters without a gradient, and where a collective got what they compute, if one did."""
+        named = zip(seen.names, parameters, strict=True)
+        return {name: self.collectives.cut.get(id(p), []) for name, p in named if p.requires_grad and p.grad is None}
 
     def _summed(self, gradients: list[Tensor | None]) -> dict[str, Any] | None:
         """Compare the gradients with the sums that were reduced before this step, if these are of as many numbers."""
