@@ -109,7 +109,7 @@ _FOLLOW = {  # what another finding explains
     ),
     "replicas-differ-at-start": ("replicas-drift",),
     "one-rank-decides": ("collective-order",),
-    "shuffle-differs": ("samples-repeated", "wrong-divisor"),
+    "shuffle-differs": ("samples-missing", "samples-repeated", "wrong-divisor"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Find samples, or random numbers, that are the same on every rank, and samples that come again."""
+"""Find samples, or random numbers, that are the same on every rank, and samples that are missing or come again."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ _FEW = 8  # words: a choice that all ranks are to make alike takes as many
 
 
 def find(facts: Facts) -> Iterator[Finding]:
-    """Look at each loader that trains, at its first epochs; loaders that one line makes have one bug."""
+    """Look at each loader, at its first epochs; loaders that one line makes have one bug."""
     training = facts.training
     done: set[str] = set()
     told: set[tuple[str, Place | None]] = set()
     for (loader, _), records in facts.rows("epoch", "loader", "number"):
-        if loader in done or loader not in training:
-            continue
-        found = _examine(facts, records)
+        found = None if loader in done else _examine(facts, records, loader in training)
         if found is None:
             continue
         done.add(loader)
@@ -37,19 +35,19 @@ def find(facts: Facts) -> Iterator[Finding]:
     yield from islice(chain(_find_same_draws(facts), _find_same_noise(facts)), 1)
 
 
-def _examine(facts: Facts, records: list[Record]) -> Finding | None:
+def _examine(facts: Facts, records: list[Record], trains: bool) -> Finding | None:
     """Look at one epoch of one loader."""
     epoch = records[0]
     key = epoch["loader"], epoch["number"]
     contents = []  # what each rank's batches held, as hashes
     for batches in facts.of("batch").values():
         contents.append([batch["content"] for batch in batches if (batch["loader"], batch["number"]) == key])
-    if found := _find_same(facts, records, contents):
+    if trains and (found := _find_same(facts, records, contents)):
         return found
     if epoch["iterable"]:
-        return _find_repeated_batches(facts, epoch, contents[0])
+        return _find_repeated_batches(facts, epoch, contents[0]) if trains else None
     if all(record.get("plan") is not None for record in records):
-        return _examine_plans(facts, records)
+        return _examine_plans(facts, records, trains)
     return None
 
 
@@ -105,12 +103,12 @@ def _find_repeated_batches(facts: Facts, epoch: Record, contents: list[int]) -> 
 # Compare the samples that a sampler deals with those that there are.
 
 
-def _examine_plans(facts: Facts, records: list[Record]) -> Finding | None:
+def _examine_plans(facts: Facts, records: list[Record], trains: bool) -> Finding | None:
     epoch = records[0]
     if any(record["replaces"] for record in records):
         return None
     if not agree(records, "dataset"):
-        return _differently_ordered(facts, epoch) if agree(records, "contents") else None
+        return _differently_ordered(facts, epoch) if trains and agree(records, "contents") else None
     plans = [record["plan"] for record in records]
     expected: set[int] = set()
     for record in records:
@@ -120,18 +118,40 @@ def _examine_plans(facts: Facts, records: list[Record]) -> Finding | None:
         evidence = f"each of {facts.who} goes through all {total} samples in an epoch"
         why = f"an epoch is {facts.world_size} epochs, of which the ranks know nothing: schedules and logs are wrong"
         fix = "`DataLoader(dataset, sampler=DistributedSampler(dataset))`"
-        return _about_sampler("samples-repeated", facts, epoch, evidence, why, fix)
+        return _about_sampler("samples-repeated", facts, epoch, evidence, why, fix) if trains else None
     dealt = {index for plan in plans for index in plan}
     missing = len(expected - dealt)
     extra = sum(map(len, plans)) - len(dealt)
     batch = int(epoch["batch_size"]) * facts.world_size
     padding = max(-total % facts.world_size, -total % batch)
-    if not missing or extra <= padding or _come_in_runs(plans):
+    if extra <= padding:
+        may_drop = batch - 1 if trains or epoch["drop_last"] else 0
+        if missing > may_drop or _never_come(facts, epoch, missing):
+            return _missing(facts, epoch, f"{missing} of {total}")
+        return None
+    if not trains or not missing or _come_in_runs(plans):
         return None
     evidence = f"of {total} samples, {missing} come on no rank and {extra} come again, in one epoch"
     why = "the ranks take their shares of orders that differ, so the shares overlap"
     fix = "give all ranks one seed, `DistributedSampler(dataset, seed=0)`, and one epoch, `sampler.set_epoch(epoch)`"
     return _about_sampler("shuffle-differs", facts, epoch, evidence, why, fix)
+
+
+def _never_come(facts: Facts, epoch: Record, missing: int) -> bool:
+    """Return whether a shuffled order leaves out the same samples in each epoch."""
+    rows = [records for (loader, _), records in facts.rows("epoch", "loader", "number") if loader == epoch["loader"]]
+    is_shuffled = any(records[0]["plan"] != epoch["plan"] for records in rows)
+    return (
+        missing > 1 and is_shuffled and all_equal([{i for r in records for i in r["plan"] or ()} for records in rows])
+    )
+
+
+def _missing(facts: Facts, epoch: Record, missing: str) -> Finding | None:
+    if "Subset" in epoch["sampler"]:  # others are meant to be left out
+        return None
+    why = "the model never sees them, or they are in no metric"
+    fix = "deal all samples, once: `DistributedSampler(dataset)`"
+    return _about_sampler("samples-missing", facts, epoch, f"{missing} samples come on no rank", why, fix)
 
 
 def _come_in_runs(plans: list[list[int]]) -> bool:
