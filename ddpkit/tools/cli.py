@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     args = parser.parse_args(words)
     try:
-        code: int = _command(args.tool).run(args)
+        code: int = import_module(f".{args.tool}", __package__).run(args)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return _INTERRUPTED
@@ -95,14 +95,9 @@ def _parser(words: Sequence[str]) -> _Parser:
         description = f"{text[0].upper()}{text[1:]}."
         tool = tools.add_parser(name, help=text, description=description, formatter_class=shape)
         if name == chosen:
-            _command(name).add_arguments(tool)
+            import_module(f".{name}", __package__).add_arguments(tool)
         tool.epilog = f"Example: {example}\nDocs: guide/{page}"
     return parser
-
-
-def _command(tool: str) -> Any:
-    module = tool if tool in ("bench", "where") else f"{tool}.command"
-    return import_module(f".{module}", __package__)
 
 
 def _discard_stdout() -> None:

@@ -1,12 +1,14 @@
-"""Send facts from a checked process to the one that started it."""
+"""Observe a checked process, and send facts from it to the one that started it."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import threading
+import traceback
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,7 @@ class Recorder:
         self._owner = os.getpid()
         self.step = 0
         self._positions: dict[str, int] = {}
+        _recorders[:] = [self]
 
     @property
     def is_main(self) -> bool:
@@ -76,6 +79,71 @@ class Recorder:
             raise
         finally:
             self._is_writing = False
+
+
+# Replace functions of torch in the checked process.
+
+Function = Callable[..., Any]
+_failed: set[str] = set()
+_recorders: list[Recorder] = []  # of this process
+
+
+def guarded(look: Function) -> Function:
+    """Let an observer return None where it would fail the script; its error becomes a record, once."""
+
+    @functools.wraps(look)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return look(*args, **kwargs)
+        except Exception:
+            if look.__qualname__ not in _failed:
+                _failed.add(look.__qualname__)
+                _recorders[0].tell("observer failed", name=look.__qualname__, error=traceback.format_exc()[-2000:])
+            return None
+
+    return call
+
+
+def replace(owner: Any, name: str, make: Callable[[Function], Function]) -> None:
+    """Put a function in the place of another.
+
+    Args:
+        owner: The module or class that has it.
+        name: Its name; nothing happens where there is none of that name.
+        make: Makes the new function from the former one.
+    """
+    original = getattr(owner, name, None)
+    if original is not None:
+        setattr(owner, name, functools.wraps(original)(make(original)))
+
+
+def before(owner: Any, name: str, look: Function) -> None:
+    """Call `look` with a function's arguments before the function itself."""
+    look = guarded(look)
+
+    def make(original: Function) -> Function:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            look(*args, **kwargs)
+            return original(*args, **kwargs)
+
+        return call
+
+    replace(owner, name, make)
+
+
+def after(owner: Any, name: str, look: Function) -> None:
+    """Call `look` with a function's arguments after the function itself."""
+    look = guarded(look)
+
+    def make(original: Function) -> Function:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            look(*args, **kwargs)
+            return result
+
+        return call
+
+    replace(owner, name, make)
 
 
 # Describe tensors by few numbers, by which ranks can be compared.

@@ -24,14 +24,13 @@ from processes import begin as start
 
 from ddpkit.tools import cli
 from ddpkit.tools.check import facts as observed
-from ddpkit.tools.check import samples
-from ddpkit.tools.check.command import find_all
+from ddpkit.tools.check import find_all
 from ddpkit.tools.check.facts import Facts, Order
 
 HERE = Path(__file__).parent
 LATE = 600.0  # seconds in which a check of a tiny script ends on any machine
 MARK = re.compile(r"# (?:wrong )?<- ([\w-]+)")
-QUICK = ["text_diffusion_loader", "image_restoration", "loss_by_class"]  # the storm has them all
+QUICK = ["text_diffusion_loader", "image_restoration", "sampled_logging"]  # the storm has them all
 
 
 def scripts(kind: str) -> list[Path]:
@@ -307,37 +306,3 @@ def test_a_rank_that_has_ended_parts_from_one_that_goes_on() -> None:
 
 def test_one_rank_has_nothing_to_compare() -> None:
     assert find_all(Facts({0: [collective("barrier", 1)]})) == []
-
-
-def whole_epoch(batches: int, length: int) -> list[dict[str, Any]]:
-    """What a rank tells of an epoch of a stream, in batches of 8 that two workers make."""
-    epoch = {"loader": "train.py:3#1", "number": 0}
-    stream = {"iterable": True, "length": length, "batch_size": 8, "workers": 2, "drop_last": False}
-    begin = {"kind": "epoch", "lines": [["train.py", 2, "__iter__"]], "made": [], **epoch, **stream}
-    return [begin, {"kind": "epoch end", "batches": batches, "cut": False, **epoch}]
-
-
-@pytest.mark.parametrize(
-    ("batches", "lengths", "found"),
-    [
-        ([10, 10, 10, 10], [320, 320, 320, 320], ""),  # each rank reads a part of the whole
-        ([10, 10, 10, 10], [80, 80, 80, 80], ""),  # the length is that of a rank's part
-        ([12, 10, 10, 10], [90, 74, 74, 74], ""),  # whose parts differ
-        ([20, 20, 20, 20], [320, 320, 320, 320], ""),  # two ranks share a model, and read the same part
-        ([40, 40, 40, 40], [320, 320, 320, 320], ""),  # each rank reads all of it
-        ([9, 9, 9, 9], [315, 315, 315, 315], ""),  # some samples are broken, and left out
-        ([6, 6, 6, 6], [320, 320, 320, 320], "samples-missing"),
-        ([80, 80, 80, 80], [320, 320, 320, 320], "samples-repeated"),  # each worker reads all of it
-        ([30, 30, 30, 30], [320, 320, 320, 320], "samples-repeated"),
-        ([0, 0, 0, 0], [320, 320, 320, 320], "samples-missing"),
-    ],
-)
-def test_the_samples_of_a_stream_are_compared_with_its_length(
-    batches: list[int],
-    lengths: list[int],
-    found: str,
-) -> None:
-    epochs = zip(batches, lengths, strict=True)
-    facts = Facts({rank: whole_epoch(*epoch) for rank, epoch in enumerate(epochs)})
-    kinds = [finding.kind for finding in samples.find(facts)]
-    assert kinds == ([found] if found else [])

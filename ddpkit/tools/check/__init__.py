@@ -1,1 +1,236 @@
-"""Find the silent bugs of a distributed training script."""
+"""Run `python -m ddpkit check train.py`: find the silent bugs of a training script."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ... import LaunchError, detect_launch
+from ..cli import columns, count, paint, wrap
+from ..ranks import Ranks, Script, describe, exit_when_terminated, run_script, use_gloo_without_gpus
+from ..recorder import Recorder, before
+from . import gradients, order, samples
+from .collectives import Collectives, observe_saves
+from .facts import OF_REPLICAS, SEVERITIES, Facts, Finding, Outcome, Watch, hold_parts
+from .loaders import Ending, Samples
+from .modules import Modules
+from .random_numbers import Windows
+from .steps import Losses, Steps, observe_plateaus
+
+# Print what was found, for people or as JSON.
+
+SCHEMA = 1  # of the JSON object; raised when a field changes its meaning or goes away
+_COLOURS = {"wrong": "red", "suspicious": "yellow"}
+_MARGIN = " " * 12
+
+
+def render(script: str, outcome: Outcome, findings: list[Finding]) -> str:
+    """Write the report for a terminal, coloured where that is wanted."""
+    world = count(outcome.facts.world_size, "rank")
+    title = f"ddpkit check: {script}, {world}, {count(outcome.steps, 'optimizer step')}"
+    lines = [paint(title, "bold"), ""]
+    for finding in findings:
+        lines += _lines_of(finding)
+    if outcome.trouble:
+        lines += [paint(f"ended early: {outcome.trouble}", "yellow")]
+        lines += [f"    {line}" for line in outcome.details]
+        lines += [""]
+    if outcome.unobserved:
+        lines += [f"not observed, for an error of the checker: {', '.join(outcome.unobserved)}", ""]
+    lines.append(_tally(findings))
+    return "\n".join(lines)
+
+
+def _lines_of(finding: Finding) -> list[str]:
+    where = str(finding.where or "")
+    head = f"{finding.severity:<12}{finding.kind}"
+    gap = " " * max(2, columns() - len(head) - len(where))
+    lines = [paint(head, _COLOURS[finding.severity]) + gap + where]
+    texts = [finding.evidence, finding.why, f"fix: {finding.fix}"]
+    if finding.also:
+        texts.append("see also: " + ", ".join(map(str, finding.also)))
+    lines += [_MARGIN + line for line in wrap(texts, len(_MARGIN))]
+    return [*lines, ""]
+
+
+def _tally(findings: list[Finding]) -> str:
+    if not findings:
+        return paint("nothing found", "green")
+    parts = []
+    for severity in SEVERITIES:
+        number = sum(finding.severity == severity for finding in findings)
+        if number:
+            parts.append(f"{number} {severity}")
+    return ", ".join(parts)
+
+
+def as_json(script: str, outcome: Outcome, findings: list[Finding]) -> str:
+    """Write the report as one JSON object."""
+    report: dict[str, Any] = {
+        "schema": SCHEMA,
+        "script": script,
+        "ranks": outcome.facts.world_size,
+        "steps": outcome.steps,
+        "seconds": round(outcome.seconds, 3),
+        "trouble": outcome.trouble,
+        "details": outcome.details,
+        "unobserved": outcome.unobserved,
+        "findings": [_finding_as_json(finding) for finding in findings],
+    }
+    return json.dumps(report, indent=2)
+
+
+def _finding_as_json(finding: Finding) -> dict[str, Any]:
+    fields = asdict(finding)
+    where = finding.where
+    fields["where"] = {"file": where.shown, "line": where.line} if where else None
+    fields["also"] = [{"file": line.shown, "line": line.line} for line in finding.also]
+    return fields
+
+
+# Find everything that there is to be found in the records of a run.
+
+_SUBJECTS = (gradients, samples, order)
+_FOLLOW = {  # what another finding explains
+    "batches-differ": ("wrong-divisor", "collective-order", "one-rank-decides", "replicas-drift"),
+    "same-samples": ("same-random-numbers", "samples-repeated"),
+    "gradients-not-averaged": (
+        "replicas-differ-at-start",
+        "replicas-drift",
+        "collective-order",
+    ),
+    "replicas-differ-at-start": ("replicas-drift",),
+    "one-rank-decides": ("collective-order",),
+    "shuffle-differs": ("samples-missing", "samples-repeated", "wrong-divisor"),
+}
+
+
+def find_all(facts: Facts) -> list[Finding]:
+    """Return the findings, the worst first, without those that follow from others."""
+    found: list[Finding] = []
+    if facts.world_size > 1:
+        for subject in _SUBJECTS:
+            found += subject.find(facts)
+    kinds = {finding.kind for finding in found}
+    explained = {kind for cause in kinds for kind in _FOLLOW.get(cause, ())}
+    if kinds & OF_REPLICAS and hold_parts(facts):
+        explained |= OF_REPLICAS
+    return sorted((finding for finding in found if finding.kind not in explained), key=_badness)
+
+
+def _badness(finding: Finding) -> int:
+    return SEVERITIES.index(finding.severity)
+
+
+_BAD_SCRIPT = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    add = parser.add_argument
+    add("-n", "--ranks", type=int, default=2, metavar="N", help="processes to start (2)")
+    add("--steps", type=int, default=5, metavar="N", help="optimizer steps of an epoch (5); longer epochs are cut")
+    add(
+        "--timeout", type=float, default=180.0, metavar="SECONDS", help="bound on a time in which nothing happens (180)"
+    )
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="hide the GPUs from the script, or do not (cpu)")
+    add("--json", action="store_true", help="print one JSON object instead of text")
+    add("-m", "--module", action="store_true", help="the script is the name of a module, as for `python -m`")
+    add("script", help="the training script; what follows is its own")
+    add("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check a script and print what was found.
+
+    Returns:
+        The exit code: 1 if something is wrong; 2 if the script could not be checked; else 0.
+    """
+    try:
+        launch = detect_launch()
+    except LaunchError as error:
+        return _refuse(str(error))
+    if launch.world_size > 1:
+        return _refuse("it starts ranks itself, -n of them: start it once, without a launcher.")
+    if not args.module and not os.path.isfile(args.script):
+        return _refuse(f"{args.script}: there is no such file.")
+    if args.ranks < 2 or args.steps < 1 or args.timeout <= 0:
+        return _refuse("-n must be at least 2, --steps at least 1, --timeout positive.")
+    exit_when_terminated()
+    script = Script(args.script, args.arguments, args.module)
+    with Ranks(partial(be_rank, script, args.steps), args.ranks, args.device) as ranks:
+        return _report(args, Watch(ranks, args.timeout).run())
+
+
+def _report(args: argparse.Namespace, outcome: Outcome) -> int:
+    """Print what was found; return the exit code."""
+    findings = find_all(outcome.facts)
+    if args.json:
+        print(as_json(args.script, outcome, findings))
+    else:
+        print(render(args.script, outcome, findings))
+    sys.stdout.flush()
+    if any(finding.severity == "wrong" for finding in findings):
+        return 1
+    return _BAD_SCRIPT if outcome.trouble else 0
+
+
+def _refuse(reason: str) -> int:
+    print(f"ddpkit check: {reason}", file=sys.stderr)
+    return _BAD_SCRIPT
+
+
+# Be one rank of the script.
+
+
+def be_rank(script: Script, steps: int, recorder: Recorder, control: int) -> int:
+    """Run the script as the main program of this process, and wait for the end.
+
+    Args:
+        script: The script.
+        steps: The optimiser steps of an epoch.
+        recorder: Tells what is observed.
+        control: The descriptor that becomes readable when the process shall end.
+    """
+    ending = Ending(recorder, steps, control)
+    observe(recorder, ending)
+    code, failure = run_script(script)
+    recorder.tell("end", code=code, error=describe(failure))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    ending.wait("end")
+    return 0
+
+
+def observe(recorder: Recorder, ending: Ending) -> None:
+    """Install all observers."""
+    modules = Modules(recorder)
+    windows = Windows(recorder)
+    samples = Samples(recorder, ending, windows, modules)
+    losses = Losses(modules, samples, ending)
+    collectives = Collectives(recorder, modules)
+    steps = Steps(recorder, ending, modules, losses, windows, collectives, samples)
+    for observer in (modules, losses, windows, samples, steps, collectives):
+        observer.install()
+    observe_plateaus(recorder)
+    observe_saves(recorder)
+
+    def join(*args: Any, **kwargs: Any) -> None:
+        if not recorder.is_main:  # a process that the script has forked to be a rank
+            recorder.tell("spawns")
+
+    def spawn(*args: Any, **kwargs: Any) -> None:
+        recorder.tell("spawns")
+        ending.wait("spawns")
+
+    before(dist, "init_process_group", join)
+    use_gloo_without_gpus()
+    before(torch.multiprocessing, "spawn", spawn)

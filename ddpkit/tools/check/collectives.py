@@ -1,11 +1,9 @@
-"""Observe what leaves a rank: collectives, before it enters them, and files that it opens for writing."""
+"""Observe what leaves a rank: collectives, before it enters them, and files that it saves."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,12 +12,11 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.join import Join
 
-from ..recorder import Recorder
+from ..recorder import Function, Recorder, before, guarded, replace
 from .modules import Modules
-from .process import Function, before, guarded, replace
-from .source import Stack, divides_by_ranks, is_own, loop_keys, stack
+from .source import Stack, divides_by_ranks, stack
 
-_WITH_TENSORS = (
+_COLLECTIVES = (
     "all_reduce",
     "broadcast",
     "reduce",
@@ -33,8 +30,6 @@ _WITH_TENSORS = (
     "reduce_scatter",
     "all_to_all",
     "all_to_all_single",
-)
-_OTHERS = (
     "barrier",
     "monitored_barrier",
     "all_gather_object",
@@ -44,7 +39,7 @@ _OTHERS = (
     "new_group",
 )
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
-_FIRST_STEPS = 3
+_FIRST_STEPS = 3  # at which the graphs of what collectives get are followed
 _MANY = 4096  # sums that are kept for a step
 _SMALL = 8  # elements of a tensor that are told
 
@@ -71,9 +66,9 @@ class Collectives:
         before(Join, "__enter__", lambda *args: self._recorder.tell("join"))
         for name in _POINT_TO_POINT:
             before(dist, name, self._note_sent)
-        for name in (*_WITH_TENSORS, *_OTHERS):
+        for name in _COLLECTIVES:
             replace(dist, name, self._observed)
-        for name in (*_POINT_TO_POINT, *_WITH_TENSORS, *_OTHERS):
+        for name in (*_POINT_TO_POINT, *_COLLECTIVES):
             if hasattr(dist, name):
                 setattr(distributed_c10d, name, getattr(dist, name))  # which P2POp compares
 
@@ -121,9 +116,8 @@ class Collectives:
         group = kwargs.get("group") or next((a for a in args if isinstance(a, dist.ProcessGroup)), None)
         fields: dict[str, Any] = {"op": name, "group": _name_of(group), "where": stack()[:4]}
         if torch.is_grad_enabled() and self._recorder.step < _FIRST_STEPS:
-            for parameter in _parameters_behind(tensors):
-                self.cut.setdefault(id(parameter), fields["where"])
-        if tensors and name in _WITH_TENSORS:
+            self.cut |= {id(p): fields["where"] for p in _parameters_behind(tensors)}
+        if tensors:
             tensor = tensors[0]
             fields["dtype"] = str(tensor.dtype).removeprefix("torch.")
             fields["shape"] = list(tensor.shape)
@@ -133,7 +127,7 @@ class Collectives:
                 fields["trained"] = self.trained.get(tensor.data_ptr())
         if "reduce" in name:
             fields["reduction"] = _reduction(args, kwargs)
-        more = {"samples": self._modules.samples, "keys": loop_keys(), "divides": divides_by_ranks()}
+        more = {"samples": self._modules.samples, "divides": divides_by_ranks()}
         self._recorder.tell_collective(fields | more)
 
 
@@ -165,54 +159,12 @@ def _name_of(group: Any) -> str:
     return str(getattr(group, "group_name", id(group)))
 
 
-_WRITES = os.O_WRONLY | os.O_RDWR
-_ELSEWHERE = ("/dev/", "/proc/", "/sys/")
+def observe_saves(recorder: Recorder) -> None:
+    """Tell the files that `torch.save` writes."""
 
+    def save(obj: Any, f: Any = None, *args: Any, **kwargs: Any) -> None:
+        path = getattr(f, "name", f)
+        if isinstance(path, str | os.PathLike):
+            recorder.tell("file", path=os.path.realpath(path), where=stack())
 
-class Files:
-    """Observes the opening of files from the moment of `install`."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._busy = False
-
-    def install(self) -> None:
-        """Begin."""
-        sys.addaudithook(self._audit)
-        before(torch, "save", self._save)
-
-    def _audit(self, event: str, args: tuple[Any, ...]) -> None:
-        if self._busy or not self._recorder.is_main:
-            return
-        if event in ("fcntl.flock", "fcntl.lockf"):  # ranks write one after the other, or use it as a lock alone
-            with suppress(OSError):
-                self._recorder.tell("locked", path=os.readlink(f"/proc/self/fd/{args[0]}"))
-        elif event == "open":
-            path, mode, flags = args[0], args[1] or "", args[2] or 0
-            writes = any(letter in mode for letter in "wa+") or bool(flags & _WRITES)
-            if writes and isinstance(path, str | bytes | os.PathLike) and not flags & os.O_EXCL:  # one rank alone can
-                self._tell(os.fsdecode(path), "a" in mode or bool(flags & os.O_APPEND))
-
-    def _tell(self, path: str, appends: bool) -> None:
-        self._busy = True
-        try:
-            full = os.path.realpath(path)
-            places = stack()
-            if places and not full.startswith(_ELSEWHERE) and "__pycache__" not in full and _is_direct():
-                self._recorder.tell("file", path=full, appends=appends, where=places)
-        finally:
-            self._busy = False
-
-    def _save(self, obj: Any, f: Any = None, *args: Any, **kwargs: Any) -> None:
-        if isinstance(f, str | os.PathLike):
-            self._tell(os.fspath(f), False)
-
-
-def _is_direct() -> bool:
-    """Return whether the script asks for the file, not a module that is being imported or compiled."""
-    frame = sys._getframe(2)
-    while frame is not None and not is_own(frame.f_code.co_filename):
-        if "importlib" in frame.f_code.co_filename or "_inductor" in frame.f_code.co_filename:
-            return False
-        frame = frame.f_back  # type: ignore[assignment]
-    return True
+    before(torch, "save", save)

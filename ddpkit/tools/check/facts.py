@@ -271,7 +271,6 @@ class Order:
 def _signature(record: Record) -> tuple[object, ...]:
     if record["op"] not in _OF_ONE_SIZE:
         return (record["op"],)
-    # a name in a loop says what the collective is about
     return record["op"], record.get("dtype"), tuple(record.get("shape", ())), record.get("reduction")
 
 

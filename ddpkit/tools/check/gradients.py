@@ -1,15 +1,13 @@
-"""Find gradients that are not averaged, and replicas that are not equal."""
+"""Find gradients that are not averaged or divided by the wrong number, and replicas that are not equal."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import reduce
 from typing import Any, NamedTuple
 
 from ..recorder import Record
-from .facts import Facts, Finding, agree, all_equal, in_function_of, place, places
+from .facts import Facts, Finding, agree, all_equal, in_function_of, places
 from .source import rank_condition
 
 _SOME_STEPS = 3  # after which a parameter without a gradient gets none
@@ -73,6 +71,7 @@ def find(facts: Facts) -> Iterator[Finding]:
     if different is None and not any(unaveraged):
         different = _find_states(facts, steps) or _find_drift(facts, optimizers)
     yield from filter(None, [*unaveraged, *without, different, _find_buffers(facts, steps)])
+    yield from _find_divisors(facts, steps)
 
 
 def _optimizers(facts: Facts, steps: list[list[Record]]) -> Iterator[_Optimizer]:
@@ -126,7 +125,8 @@ def _find_unaveraged(facts: Facts, optimizer: _Optimizer) -> Finding | None:
         names = [name for name in found if name not in optimizer.by_hand]
         if not names or optimizer.is_averaged(number):
             continue
-        lines, why, fix = _cause(facts, records[0], optimizer, names)
+        lines, fix = _cause(records[0], optimizer, names)
+        why = f"each rank trains them on its own samples; what is saved has seen 1/{facts.world_size} of the samples"
         difference = max(found[name] for name in names)
         who = facts.who
         evidence = f"{_name_some(names)}: at optimizer step {number} the gradients of {who} differ by {difference:.0%}"
@@ -134,68 +134,53 @@ def _find_unaveraged(facts: Facts, optimizer: _Optimizer) -> Finding | None:
     return None
 
 
-def _cause(
-    facts: Facts, step: Record, optimizer: _Optimizer, names: list[str]
-) -> tuple[list[Sequence[Any] | None], str, str]:
-    """Find the line and more lines, the reason and the remedy."""
-    why = f"each rank trains a model of its own; the one that is saved has seen 1/{facts.world_size} of the samples"
-    part = "each rank trains these parameters on its own samples alone, and they drift apart"
+def _cause(step: Record, optimizer: _Optimizer, names: list[str]) -> tuple[list[Sequence[Any] | None], str]:
+    """Find the lines that keep the gradients of some parameters from being averaged, and the remedy."""
     first = optimizer.parameters[names[0]]
-    at_step = step["where"]
+    at_step, made = step["where"], first["made"]
     wrapped = next((cause for cause in step["causes"] if cause["made"] == first["ddp"]), None)
     if wrapped is None:
-        lines = [at_step, optimizer.made, first["made"]]
         if len(names) < len(optimizer.parameters):
-            return lines, part, "make them parameters of the module that DDP wraps, and use them in its `forward`"
-        if step["causes"]:
-            return lines, part, "wrap this network, too: `net = DistributedDataParallel(net)`"
-        fix = "wrap the model, `model = DistributedDataParallel(model)`, or average its gradients before the step"
-        return lines, why, fix
-    made, unsynced = wrapped["made"], wrapped["unsynced"]
-    if wrapped["thawed"] and not first["managed"]:
-        fix = "wrap the model anew after it is unfrozen: `model = DistributedDataParallel(model.module)`"
-        return [wrapped["thawed"], made], part, fix
+            fix = "make them parameters of the module that DDP wraps, and use them in its `forward`"
+        else:
+            fix = "wrap the model, `model = DistributedDataParallel(model)`, or average its gradients before the step"
+        return [at_step, optimizer.made, made], fix
     if not first["managed"]:
-        fix = "add all parameters before the model is wrapped: `model = DistributedDataParallel(net)` comes last"
-        return [in_function_of(first["made"], made), first["made"], made], part, fix
-    if called := place(wrapped["bypassed"]):
-        if called not in places(wrapped["taken_out"]):
-            called = in_function_of(wrapped["taken_out"], wrapped["bypassed"])
+        fix = "add and unfreeze parameters before the model is wrapped, or wrap it anew: `DistributedDataParallel(net)`"
+        return [in_function_of(made, wrapped["made"]), made, wrapped["made"]], fix
+    if wrapped["bypassed"]:
         fix = "call the wrapped model, `model(x)`, not `model.module(x)` nor a method of it"
-        return [called, wrapped["bypassed"], wrapped["taken_out"]], why, fix
-    if unsynced and not all(wrapped["forwards"][-1:]):
-        fix = "run forward and backward of the last micro-batch before `optimizer.step()` outside of `no_sync()`"
-        return [unsynced, at_step], why, fix
-    if unsynced:
-        return [unsynced, at_step], why, "set the flag, or enter `no_sync()`, before forward: DDP looks at it there"
+        return [wrapped["bypassed"], wrapped["taken_out"]], fix
+    if wrapped["unsynced"]:
+        fix = "run the last micro-batch before `optimizer.step()` outside of `no_sync()`, its forward as well"
+        return [wrapped["unsynced"], at_step], fix
     fix = "call `model(x)` of the wrapped model once for each `backward()`, and leave its gradients alone"
-    return [at_step, made, wrapped["taken_out"]], why, fix
+    return [at_step, wrapped["made"], wrapped["taken_out"]], fix
 
 
 def _find_without(facts: Facts, optimizer: _Optimizer) -> Finding | None:
     """Find trainable parameters that never get a gradient."""
-    steps = [record["without"] for records in optimizer.steps for record in records]
     if len(optimizer.steps) < _SOME_STEPS:
         return None
-    names = reduce(lambda names, step: [name for name in names if name in step], steps, list(optimizer.parameters))
+    steps = [record["without"] for records in optimizer.steps for record in records]
     last = optimizer.steps[-1][0]
-    lost = [name for name in names if last["without"][name]]
-    may_be_unused = [cause["made"] for cause in last["causes"] if not cause["uses_all"]]
-    unused = [name for name in names if optimizer.parameters[name]["ddp"] not in may_be_unused]
-    names = lost or unused
+    skipping = [cause["made"] for cause in last["causes"] if cause["skips"]]
+    names = [name for name in optimizer.parameters if all(name in step for step in steps)]
+    lost = [name for name in names if steps[-1][name]]
+    names = lost or [name for name in names if optimizer.parameters[name]["ddp"] not in skipping]
     if not names:
         return None
-    made = optimizer.parameters[names[0]]["made"]
-    count = len(optimizer.steps)
-    evidence = f"{_name_some(names)}: no gradient at any of {count} optimizer steps, on {facts.who}"
-    lines = [last["without"][names[0]], in_function_of(made, optimizer.made), made, optimizer.made]
-    if lost:
-        why = "what they compute goes into a collective, whose results carry no gradient: they never change"
-        fix = "gather with gradients: `features = ddpkit.gather_batch(features)`"
-        return facts.finding("no-gradients", evidence, why, fix, *lines)
+    severity = "suspicious"
     why = "the optimizer has them, and no loss depends on them: they never change"
     fix = "use what they compute in the loss; if they are not to be trained, `requires_grad_(False)`"
-    return facts.finding("no-gradients", evidence, why, fix, *lines, severity="suspicious")
+    if lost:
+        severity = "wrong"
+        why = "what they compute goes into a collective, whose results carry no gradient: they never change"
+        fix = "gather with gradients: `features = ddpkit.gather_batch(features)`"
+    evidence = f"{_name_some(names)}: no gradient at any of {len(optimizer.steps)} optimizer steps, on {facts.who}"
+    made = optimizer.parameters[names[0]]["made"]
+    lines = [last["without"][names[0]], in_function_of(made, optimizer.made), made, optimizer.made]
+    return facts.finding("no-gradients", evidence, why, fix, *lines, severity=severity)
 
 
 # Find replicas that differ at the first step, or later although gradients were equal.
@@ -236,23 +221,11 @@ def _find_states(facts: Facts, rows: list[list[Record]]) -> Finding | None:
         else:
             continue
         loaded: list[Any] = next((record["loaded"] for record in records if record["loaded"]), [])
-        if not loaded and not all_equal(rates):
-            loaded = _rates_set(facts)
         condition = next(filter(None, map(rank_condition, places(loaded))), None)
         why = "equal gradients become different updates, and the replicas drift apart"
         fix = "load the optimizer's state, or set its learning rate, on every rank"
         return facts.finding("replicas-drift", evidence, why, fix, condition, loaded, records[0]["where"])
     return None
-
-
-def _rates_set(facts: Facts) -> list[Any]:
-    """Return where one rank alone steps a schedule."""
-    stepped = facts.of("schedule step")
-    calls = [Counter(tuple(record["where"][0]) for record in records) for records in stepped.values()]
-    for line in dict.fromkeys(line for ranks in calls for line in ranks):
-        if 0 in [ranks[line] for ranks in calls]:
-            return [line]
-    return []
 
 
 def _find_drift(facts: Facts, optimizers: list[_Optimizer]) -> Finding | None:
@@ -303,3 +276,173 @@ def _become_equal(rows: list[list[Record]], name: str) -> bool:
             return True
         has_differed = has_differed or not all_equal(hashes)
     return False
+
+
+# Find losses that are divided by the wrong number, and metrics that are means of the ranks' means.
+
+_EXACT = 1e-3  # relative difference of numbers that are meant to be equal
+_UNEVEN = 1.02  # ratio of counts that are not
+_SCALE_FREE = ("Adam", "Rprop", "Adagrad", "RMSprop", "Lion", "Adadelta")  # a factor of the gradient changes little
+_NEAR = 3  # collectives, within which counts may travel with means
+_Losses = dict[tuple[Any, ...], list[dict[str, Any]]]
+
+
+def _find_divisors(facts: Facts, rows: list[list[Record]]) -> Iterator[Finding]:
+    """Look at how losses enter the gradients of each step, and at metrics."""
+    if not facts.deals_micro_batches:
+        uneven = _find_uneven(facts, rows) or _find_divided_twice(facts, rows)
+        yield from filter(None, [uneven, _find_sums(facts, rows)])
+    for _, records in facts.rows("collective", "position", "group"):
+        if _is_mean_of_means(facts, records):
+            yield _mean_of_means(facts, records)
+            return
+
+
+def _by_line(losses: list[dict[str, Any]]) -> _Losses:
+    found: _Losses = {}
+    for loss in losses:
+        found.setdefault(tuple(loss["where"][0]) if loss["where"] else (), []).append(loss)
+    return found
+
+
+def _total(losses: list[dict[str, Any]]) -> float:
+    """Add up the weights with which losses enter the gradients."""
+    return float(sum(loss["total"] for loss in losses))
+
+
+def _near(one: float, other: float) -> bool:
+    return abs(one - other) <= _EXACT * max(abs(one), abs(other))
+
+
+def _find_uneven(facts: Facts, rows: list[list[Record]]) -> Finding | None:
+    """Find means over different numbers of samples that count as equals in one step."""
+    for records in rows:
+        tables = [_by_line(record["losses"]) for record in records]
+        for line in tables[0]:
+            if not all(line in table for table in tables):
+                continue
+            losses = [_by_backward(table[line]) for table in tables]
+            number = len(losses[0])
+            if 1 < number <= len(records[0]["position"]):  # each from a loader of its own: tasks
+                continue
+            if number == 1 and not any(loss["masked"] for loss in tables[0][line]):
+                continue  # the last batch of an epoch may be uneven
+            totals, counts = zip(*(loss for rank in losses for loss in rank), strict=True)
+            is_uneven = min(counts) > 0 and max(counts) > _UNEVEN * min(counts)
+            if is_uneven and _near(min(totals), max(totals)) and max(totals) > 0:
+                step = records[0]
+                many = f"{min(counts)} to {max(counts)}"
+                evidence = f"at optimizer step {step['number']} means over {many} samples or tokens count as equals"
+                why = (
+                    "a sample in a small batch counts more than one in a large; the gradient is not that of their mean"
+                )
+                fix = "divide the sum by the count of all: "
+                fix += "`n = ddpkit.all_reduce(n); (loss_sum * world_size / n).backward()`"
+                lines = [step["backward"], [line] if line else []]
+                return facts.finding("wrong-divisor", evidence, why, fix, *lines)
+    return None
+
+
+def _by_backward(losses: list[dict[str, Any]]) -> list[tuple[float, int]]:
+    """Give for each backward pass the weight of its losses, and over how many samples they are means."""
+    found: dict[int, tuple[float, int]] = {}
+    for loss in losses:
+        total, count = found.get(loss["backward"], (0.0, 0))
+        found[loss["backward"]] = total + loss["total"], count + loss["count"]
+    return list(found.values())
+
+
+def _find_divided_twice(facts: Facts, rows: list[list[Record]]) -> Finding | None:
+    """Find sums that are divided by the count of all ranks, and then averaged over ranks."""
+    shares = ""
+    step: Record = {}
+    for records in rows:
+        first = records[0]
+        totals = [_total(record["losses"]) for record in records]
+        if not first["losses"] or not first["causes"] or first["summed"] or not _near(sum(totals), 1.0):
+            return None
+        if not all_equal([round(total, 4) for total in totals]):  # else it may be a constant
+            step = first
+            shares = " and ".join(f"{total:.3f}" for total in totals)
+    if not shares or len(rows) < 2:
+        return None
+    evidence = f"the losses of {facts.who} enter their mean with weights {shares}, which add up to 1"
+    why = f"DDP averages over ranks, so the gradient is 1/{facts.world_size} of that of the mean"
+    fix = "multiply by the number of ranks: `loss = loss_sum / total * dist.get_world_size()`"
+    lines = [step["backward"], step["losses"][0]["where"][:1]]
+    return facts.finding("wrong-divisor", evidence, why, fix, *lines)
+
+
+def _find_sums(facts: Facts, rows: list[list[Record]]) -> Finding | None:
+    """Find gradients that are added up over ranks, and never divided."""
+    for records in rows:
+        summed = records[0]["summed"]
+        if not summed or not _near(summed["ratio"], 1.0):
+            continue
+        divides = any(record["divides"] for record in records if record["summed"])
+        if divides or _counts_travel(facts) or _are_one_mean([record["losses"] for record in records]):
+            continue
+        number = records[0]["number"]
+        evidence = f"at optimizer step {number} the gradients are the sum of those of {facts.who}"
+        why = f"a step is {facts.world_size} times as long, and grows with the number of ranks"
+        fix = "divide after the sum: `grad /= dist.get_world_size()`"
+        return facts.finding("wrong-divisor", evidence, why, fix, summed["where"], severity=_severity(records[0]))
+    return None
+
+
+def _severity(step: Record) -> str:
+    """Judge a gradient that is wrong by a factor: optimizers that divide by its size hardly see it."""
+    name = step["class_name"]
+    is_free = name.startswith(_SCALE_FREE) or name.endswith(_SCALE_FREE)
+    return "suspicious" if is_free else "wrong"
+
+
+def _are_one_mean(by_rank: list[list[dict[str, Any]]]) -> bool:
+    """Return whether sums over samples were divided before by the number of samples of all ranks: they weigh 1."""
+    sums = _by_line([loss for losses in by_rank for loss in losses if loss["summed"]])
+    return any(_near(_total(losses), 1.0) for losses in sums.values())
+
+
+def _counts_travel(facts: Facts) -> bool:
+    """Return whether the ranks add up counts, by which they may have divided before."""
+    values = [value for record in facts.all("collective") for value in record.get("values") or []]
+    return any(isinstance(value, int) or (float(value).is_integer() and value > 1) for value in values)
+
+
+# Find metrics that are means of the ranks' means over uneven shares.
+
+
+def _is_mean_of_means(facts: Facts, records: list[Record]) -> bool:
+    first = records[0]
+    if first["op"] not in ("all_reduce", "reduce") or not (first.get("reduction") == "AVG" or first["divides"]):
+        return False
+    columns = [record.get("values") or [] for record in records]
+    if not all(any(not float(value).is_integer() for value in values) for values in columns):  # counts
+        return False
+    shares = [record["samples"] for record in records]
+    return min(shares) > 0 and not all_equal(shares) and not _carries_counts(facts, first, shares)
+
+
+def _carries_counts(facts: Facts, first: Record, shares: list[int]) -> bool:
+    """Return whether the ranks' numbers of samples are reduced as well, about then."""
+    for (position, _), records in facts.rows("collective", "position", "group"):
+        if abs(position - first["position"]) > _NEAR:
+            continue
+        for column in zip(*(record.get("values") or [] for record in records), strict=False):
+            are_counts = all(float(value).is_integer() and value > 0 for value in column)
+            if (are_counts and not all_equal(column)) or list(map(float, column)) == list(map(float, shares)):
+                return True
+    return False
+
+
+def _mean_of_means(facts: Facts, records: list[Record]) -> Finding:
+    first = records[0]
+    before = facts.records[facts.ranks[0]]
+    before = before[: before.index(first)]
+    evaluated: list[Any] = next((record["where"] for record in reversed(before) if record["kind"] == "epoch"), [])
+    shares = " and ".join(str(record["samples"]) for record in records)
+    evidence = f"means over {shares} samples, of {facts.who}, are averaged as equals"
+    why = "the result is not the mean over the samples, and changes with the number of ranks"
+    fix = "add up sums and counts, and divide then: `ddpkit.all_reduce_mean(mean, weight=count)`"
+    where = in_function_of(first["where"], evaluated)
+    return facts.finding("mean-of-means", evidence, why, fix, where, first["where"])

@@ -1,11 +1,12 @@
-"""Observe loaders: the samples that each rank will get, and the batches that it gets."""
+"""Observe loaders: the samples that each rank will get, and the batches that it gets, until it has shown enough."""
 
 from __future__ import annotations
 
-import weakref
+import os
 import zlib
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary, finalize
 
 import numpy as np
 import torch
@@ -15,25 +16,79 @@ from torch.utils.data._utils import fetch
 
 from ...collectives.digest import digest
 from ...data.streams import Stream
-from ..recorder import Recorder, content
+from ..recorder import Function, Recorder, after, content, guarded, replace
 from .modules import Modules
-from .process import Ending, Function, after, before, guarded, replace
-from .random_numbers import GENERATORS, Draws, State, Windows, generators_in, states
-from .source import Place, Stack, bound_of_loop, definition, is_own_object, stack
+from .random_numbers import GENERATORS, Draws, Windows
+from .source import Place, Stack, awaits_stop_iteration, definition, is_bounded, is_own_object, stack
 
 _MANY = 2_000_000  # samples of an epoch that are listed
 _BATCHES = 64  # of an epoch that are described one by one
+_EPOCHS = 3  # that begin; the third is not finished
+_LONGEST = 3  # all epochs have at most so many times the steps of one
 _UNORDERED = 20_000  # elements of a field that are hashed one by one
 _FETCHES = 3  # of each process whose random numbers are looked at
+
+
+class Ending:
+    """Ends the script after some steps; loaders are cut short, so that what follows an epoch is seen.
+
+    Args:
+        recorder: Tells that this rank is done, and counts its steps.
+        steps: Optimiser steps of an epoch; epochs of a loader end after as many.
+        control: A descriptor that becomes readable when the process shall end.
+
+    Attributes:
+        has_loader: Whether the script trains from a loader, which can be cut short.
+        accumulates: Whether there was a backward pass since the last step.
+    """
+
+    def __init__(self, recorder: Recorder, steps: int, control: int) -> None:
+        self._recorder = recorder
+        self._steps = steps
+        self._control = control
+        self._begun_at = 0
+        self._epochs = 0
+        self._is_uncut = False  # whether an epoch goes on that was to be cut
+        self.has_loader = False
+        self.accumulates = False
+
+    def begin_epoch(self) -> None:
+        """Note that a loader from which the script trains begins anew."""
+        self._begun_at = self._recorder.step
+        self._is_uncut = False
+        self._epochs += 1
+
+    def cut_epoch(self) -> bool:
+        """Return whether a loader shall end its epoch here, for which the script must be prepared."""
+        if self.accumulates or self._recorder.step - self._begun_at < self._steps:
+            return False
+        self._is_uncut = not awaits_stop_iteration()
+        return not self._is_uncut
+
+    def before_step(self, steps: int) -> None:
+        """End this process if its optimiser has made enough steps."""
+        allowed = self._steps
+        if self.has_loader:  # one that fetches ahead yields one batch more after it was cut
+            allowed += 1
+        is_long = steps >= _LONGEST * self._steps
+        if not self._is_uncut:
+            is_long = is_long or steps - self._begun_at >= allowed
+        if is_long or self._epochs > _EPOCHS:
+            self.wait("steps")
+
+    def wait(self, reason: str) -> None:
+        """Say why this process is done, and wait for the end."""
+        self._recorder.tell("done", reason=reason)
+        os.read(self._control, 1)
+        os._exit(0)
 
 
 class _Loader:
     """What is known of one loader: its key, which names the line that made it, and its present epoch."""
 
-    def __init__(self, key: str, made: Stack, dataset: int) -> None:
+    def __init__(self, key: str, made: Stack) -> None:
         self.key = key
         self.made = made
-        self.dataset = dataset  # its identity
         self.epoch = -1
         self.batches = 0
         self.trains = False
@@ -54,18 +109,16 @@ class Samples:
         self._ending = ending
         self._windows = windows
         self._modules = modules
-        self._made: weakref.WeakKeyDictionary[Any, Stack] = weakref.WeakKeyDictionary()
-        self._loaders: weakref.WeakKeyDictionary[Any, _Loader] = weakref.WeakKeyDictionary()
+        self._made: WeakKeyDictionary[Any, Stack] = WeakKeyDictionary()
+        self._loaders: WeakKeyDictionary[Any, _Loader] = WeakKeyDictionary()
         self._all: list[_Loader] = []  # nobody keeps a loader that is made in the head of a loop
-        self._iterators: weakref.WeakKeyDictionary[Any, _Loader] = weakref.WeakKeyDictionary()
-        self._last_set: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+        self._iterators: WeakKeyDictionary[Any, _Loader] = WeakKeyDictionary()
         self._fetches = 0
 
     def install(self) -> None:
         """Begin."""
         for owner in (DataLoader, DistributedSampler, Subset):
             after(owner, "__init__", self._note_made)
-        before(DistributedSampler, "set_epoch", self._note_epoch)
         after(loading._BaseDataLoaderIter, "__init__", self._start_epoch)
         after(loading._BaseDataLoaderIter, "_reset", self._start_epoch)
         replace(loading._BaseDataLoaderIter, "__next__", self._next)
@@ -94,16 +147,13 @@ class Samples:
     def _note_made(self, made: Any, *args: Any, **kwargs: Any) -> None:
         self._made[made] = stack()
 
-    def _note_epoch(self, sampler: Any, epoch: int) -> None:
-        self._last_set[sampler] = {"epoch": epoch, "where": stack()}
-
     def _known(self, loader: Any) -> _Loader:
         known = self._loaders.get(loader)
         if known is None:
             made = self._made.get(loader) or stack()
             line = f"{made[0].file}:{made[0].line}" if made else type(loader).__name__
             number = 1 + sum(other.line == line for other in self._all)
-            known = self._loaders[loader] = _Loader(f"{line}#{number}", made, id(loader.dataset))
+            known = self._loaders[loader] = _Loader(f"{line}#{number}", made)
             self._all.append(known)
         return known
 
@@ -116,7 +166,7 @@ class Samples:
         known.epoch += 1
         known.batches = 0
         self._iterators[iterator] = known
-        weakref.finalize(iterator, self._leave, known)
+        finalize(iterator, self._leave, known)
         if known.trains:
             self._ending.begin_epoch()
         described = self._describe(loader, known, iterator)
@@ -151,13 +201,11 @@ class Samples:
             "iterable": isinstance(loader.dataset, IterableDataset),
             "sampler_made": self._made.get(sampler, []) if is_known else [],
             "has_epoch": hasattr(sampler, "set_epoch"),
-            "last_set": self._last_set.get(sampler) if is_known else None,
-            "bound": bound_of_loop(),
+            "bounded": is_bounded(),
             "replaces": bool(getattr(sampler, "replacement", False)) or "Weighted" in type(sampler).__name__,
             "batch_size": getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size or 1,
             "drop_last": bool(loader.drop_last) or bool(getattr(sampler, "drop_last", False)),
             "workers": loader.num_workers,
-            "length": _length_of_stream(loader),
         }
 
     def _next(self, original: Function) -> Function:
@@ -195,32 +243,29 @@ class Samples:
             self._recorder.tell("batch", content=content(batch), **told)
 
     def _fetch(self, original: Function) -> Function:
-        look = guarded(self._tell_fetch)
+        tell = guarded(self._tell_fetch)
 
-        def call(fetcher: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._fetches >= _FETCHES or (not get_worker_info() and not self._recorder.is_main):
-                return original(fetcher, *args, **kwargs)
+        def call(fetcher: Any, *args: Any) -> Any:
+            if self._fetches >= _FETCHES:
+                return original(fetcher, *args)
             self._fetches += 1
-            others = tuple(generators_in(fetcher.dataset))
-            old = states(others)
-            draws = Draws(others)
-            draws.begin()
+            draws = Draws(fetcher.dataset)
+            guarded(draws.begin)()
             try:
-                result = original(fetcher, *args, **kwargs)
+                batch = original(fetcher, *args)
             finally:
-                draws.end()
-            look(fetcher, old, states(others), draws)
-            return result
+                guarded(draws.end)()
+            tell(draws, batch)
+            return batch
 
         return call
 
-    def _tell_fetch(self, fetcher: Any, old: State, new: State, draws: Draws) -> None:
-        drawn = {kind: state[0] for kind, state in old.items() if new.get(kind, state)[0] != state[0]}
+    def _tell_fetch(self, draws: Draws, batch: Any) -> None:
+        """Tell which random numbers a dataset has drawn for a batch."""
         info = get_worker_info()
-        key = next((known.key for known in self._all if known.dataset == id(fetcher.dataset)), "")
-        if drawn:
-            who = {"loader": key, "worker": info.id if info else None, "number": self._fetches}
-            self._recorder.tell("fetch", drawn=drawn, lines=draws.lines, **who)
+        worker = None if info is None else info.id
+        told = {"worker": worker, "number": self._fetches, "content": content(batch)}
+        self._recorder.tell("fetch", drawn=draws.drawn, lines=draws.lines, **told)
 
 
 def _own_lines(loader: Any, sampler: Any) -> list[Place]:
@@ -229,17 +274,6 @@ def _own_lines(loader: Any, sampler: Any) -> list[Place]:
         return definition(getattr(type(loader.dataset.dataset), "shard", None))
     deciding = loader.dataset if isinstance(loader.dataset, IterableDataset) else sampler
     return definition(getattr(type(deciding), "__iter__", None))
-
-
-def _length_of_stream(loader: Any) -> int | None:
-    """Return how many samples a stream says it has; None if it does not, or yields batches."""
-    stream = loader.dataset
-    if not isinstance(stream, IterableDataset) or loader.batch_size is None:
-        return None
-    try:
-        return len(stream.dataset if isinstance(stream, Stream) else stream)  # type: ignore[arg-type]
-    except Exception:  # of the script's own code
-        return None
 
 
 def _sampler_of(loader: Any) -> Any:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import weakref
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 import torch
@@ -14,11 +11,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from ..recorder import Recorder, content, size_of
-from .process import Function, after, before, guarded
-from .source import Stack, is_own, is_own_object, own_frames, place_of, stack
+from ..recorder import Function, Recorder, after, before, content, guarded, size_of
+from .source import Stack, is_own_object, own_frames, place_of, stack
 
-_HERE = os.path.dirname(__file__)
 _MANY_CALLS = 16  # calls of networks that are kept for a step
 _DEEPEST = 8  # lines
 
@@ -32,9 +27,7 @@ class Wrapped:
         inside: The identities of the modules in it.
         taken_out: Where `.module` was last read.
         bypassed: Where a module in it was called past it, since the last step.
-        unsynced: Where the last thing happened that turned synchronisation off.
-        thawed: Where parameters in it were unfrozen.
-        forwards: For each call with gradients since the last step, whether backward is to synchronise.
+        unsynced: Where synchronisation was last turned off or on.
         pending: Whether a call has not been followed by backward.
         regroups: Whether the next call with gradients makes DDP's buckets anew, which the ranks do together.
     """
@@ -50,8 +43,6 @@ class Wrapped:
         self.taken_out: Stack = []
         self.bypassed: Stack = []
         self.unsynced: Stack = []
-        self.thawed: Stack = []
-        self.forwards: list[bool] = []
         self.pending = False
         self.regroups = False
         self._will_regroup = bool(module.static_graph or not module.find_unused_parameters)
@@ -65,10 +56,8 @@ class Wrapped:
 
     def described(self) -> dict[str, Any]:
         """Describe what could keep this DDP from averaging the gradients of a step."""
-        told = {name: getattr(self, name) for name in ("made", "bypassed", "taken_out", "unsynced", "thawed")}
-        uses_all = not (self.module.find_unused_parameters or self.module.static_graph)
-        hooked = bool(getattr(self.module, "_comm_hooks", ()))
-        return told | {"forwards": self.forwards[-8:], "uses_all": uses_all, "hooked": hooked}
+        told = {name: getattr(self, name) for name in ("made", "bypassed", "taken_out", "unsynced")}
+        return told | {"skips": bool(self.module.find_unused_parameters or self.module.static_graph)}
 
 
 class Modules:
@@ -101,11 +90,8 @@ class Modules:
         after(nn.Parameter, "__deepcopy__", self._copied)
         after(Tensor, "__deepcopy__", self._copied)
         after(DistributedDataParallel, "__init__", self._made)
-        before(DistributedDataParallel, "no_sync", self._no_sync)
         before(DistributedDataParallel, "__setattr__", self._set)
         before(DistributedDataParallel, "__getattr__", self._read)
-        before(nn.Module, "requires_grad_", self._thawed)
-        before(Tensor, "requires_grad_", self._thawed)
 
     def made(self, parameter: Tensor) -> Stack:
         """Return where a parameter was given to a module, [] if that was not seen."""
@@ -136,7 +122,6 @@ class Modules:
         self.calls = []
         self.samples = 0
         for wrapped in self.wrapped.values():
-            wrapped.forwards = []
             wrapped.bypassed = []
 
     def begin_backward(self) -> None:
@@ -161,24 +146,13 @@ class Modules:
     def _made(self, made: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         self.wrapped[id(made)] = Wrapped(made)
 
-    def _no_sync(self, module: DistributedDataParallel) -> None:
-        if wrapped := self.wrapped.get(id(module)):
-            wrapped.unsynced = stack()
-
     def _set(self, module: DistributedDataParallel, name: str, value: Any) -> None:
         if name == "require_backward_grad_sync" and (wrapped := self.wrapped.get(id(module))):
-            wrapped.unsynced = _directly() or wrapped.unsynced
+            wrapped.unsynced = stack() or wrapped.unsynced
 
     def _read(self, module: DistributedDataParallel, name: str) -> None:
         if name == "module" and not self._in_ddp and (wrapped := self.wrapped.get(id(module))):
             wrapped.taken_out = stack() or wrapped.taken_out
-
-    def _thawed(self, thawed: nn.Module | Tensor, requires_grad: bool = True) -> None:
-        tensors = list(thawed.parameters()) if isinstance(thawed, nn.Module) else [thawed]
-        for wrapped in self.wrapped.values() if requires_grad else ():
-            unmanaged = {id(p) for p in wrapped.inner.parameters()} - wrapped.managed
-            if unmanaged & set(map(id, tensors)):
-                wrapped.thawed = stack() or wrapped.thawed
 
     def _entered(self, module: nn.Module, args: Any) -> None:
         self._depth += 1
@@ -200,9 +174,7 @@ class Modules:
         if regroups or wrapped.module.will_sync_module_buffers():  # type: ignore[no-untyped-call]
             self._tell_of_ddp("forward")
         if torch.is_grad_enabled():
-            synchronises = bool(wrapped.module.require_backward_grad_sync)
-            wrapped.forwards.append(synchronises)
-            wrapped.pending = wrapped.pending or synchronises
+            wrapped.pending = wrapped.pending or bool(wrapped.module.require_backward_grad_sync)
 
     def _left(self, module: nn.Module, args: Any, result: Any) -> None:
         self._depth -= 1
@@ -223,14 +195,6 @@ class Modules:
             self.samples += size_of(args)
         elif len(self.calls) < _MANY_CALLS:
             self.calls.append({"where": stack()[:3], "input": content(args)})
-
-
-def _directly() -> Stack:
-    """Return the script's lines if one of them does this itself, not torch for it."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and os.path.dirname(frame.f_code.co_filename) == _HERE:
-        frame = frame.f_back
-    return stack() if frame is not None and is_own(frame.f_code.co_filename) else []
 
 
 def _made_at() -> Stack:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import os
 from collections.abc import Iterator
-from typing import Any
 
 from ..recorder import Record
 from .facts import SCRIPT_END, Facts, Finding, Parting, agree, all_equal, place, places, say_ranks
@@ -15,7 +14,7 @@ from .source import Loop, Place, is_inside, leaving_condition, loops_around, ran
 def find(facts: Facts) -> Iterator[Finding]:
     """Explain where the ranks part, and find where they will."""
     uneven = _find_uneven_epochs(facts)
-    found = [uneven, _find_plateau(facts), _find_other_keys(facts)]
+    found = [uneven, _find_plateau(facts)]
     if uneven is None:
         found.append(_find_skipping(facts))
     if facts.parted and not any(found):
@@ -40,35 +39,6 @@ def _find_skipping(facts: Facts) -> Finding | None:
     return None
 
 
-def _find_other_keys(facts: Facts) -> Finding | None:
-    """Find collectives of one line that ranks call for the same keys in another order."""
-    by_rank: list[dict[tuple[Any, ...], list[Any]]] = []
-    for records in facts.of("collective").values():
-        by_rank.append({})
-        for record in records:
-            if record.get("keys") and record["where"]:
-                by_rank[-1].setdefault(tuple(record["where"][0]), []).append(record)
-    for line, first in by_rank[0].items():
-        columns = [[record["keys"] for record in table.get(line, [])] for table in by_rank]
-        if not _are_names(columns):
-            continue
-        for number, keys in enumerate(zip(*columns, strict=False), 1):
-            if not all_equal(keys):
-                said = " and ".join(", ".join(key) for key in keys)
-                evidence = f"call {number} of {first[0]['op']} here is for {said} on {facts.who}"
-                why = "what belongs to one key is added to what belongs to another, and nothing fails"
-                fix = "go through the keys in one order: `for key in sorted(values):`"
-                return facts.finding("collective-order", evidence, why, fix, first[0]["where"])
-    return None
-
-
-def _are_names(columns: list[list[list[str]]]) -> bool:
-    """Return whether the keys are the same on all ranks, or words, so that their order has a meaning."""
-    called = min(map(len, columns))
-    words = all(any("'" in key for key in keys[0]) for keys in columns if keys)
-    return words or all_equal([sorted(map(str, keys[:called])) for keys in columns])
-
-
 def _find_uneven_epochs(facts: Facts) -> Finding | None:
     """Find a loader from which the ranks train with different numbers of batches."""
     if facts.deals_micro_batches or _is_handled(facts):
@@ -79,7 +49,7 @@ def _find_uneven_epochs(facts: Facts) -> Finding | None:
             is_unknown = None in batches or any(record.get("cut") for record in records)
             if loader not in facts.training or is_unknown or all_equal(batches):
                 continue
-            if kind == "epoch" and _have_common_bound(records, batches):
+            if kind == "epoch" and any(record["bounded"] for record in records):
                 continue
             epoch = next(record for record in facts.first("epoch") if record["loader"] == loader)
             numbers = " and ".join(map(str, batches))
@@ -89,12 +59,6 @@ def _find_uneven_epochs(facts: Facts) -> Finding | None:
             lines = [epoch["lines"], epoch["sampler_made"], epoch["made"], epoch["where"]]
             return facts.finding("batches-differ", evidence, why, fix, *lines)
     return None
-
-
-def _have_common_bound(records: list[Record], batches: list[int]) -> bool:
-    """Return whether the loops of all ranks end after as many batches, which each loader has."""
-    bounds = [record["bound"] for record in records]
-    return None not in bounds and all_equal(bounds) and bounds[0] <= min(batches)
 
 
 def _is_handled(facts: Facts) -> bool:
@@ -107,21 +71,15 @@ def _is_handled(facts: Facts) -> bool:
 
 def _find_plateau(facts: Facts) -> Finding | None:
     """Find learning rates that follow a number which each rank has measured on its own."""
-    steps = facts.of("plateau")
-    rows = list(zip(*steps.values(), strict=False))
-    rows = [records for records in rows if not agree(records, "value")]
-    stepping = [rank for rank, records in steps.items() if records]
-    if rows:
-        values = " and ".join(f"{record['value']:.4g}" for record in rows[0])
+    for records in zip(*facts.of("plateau").values(), strict=False):
+        if agree(records, "value"):
+            continue
+        values = " and ".join(f"{record['value']:.4g}" for record in records)
         evidence = f"{facts.who} tell the schedule {values}"
-    elif stepping and len(stepping) < facts.world_size:
-        evidence = f"rank {stepping[0]} steps the schedule, and others do not"
-    else:
-        return None
-    where = rows[0][0]["where"] if rows else steps[stepping[0]][0]["where"]
-    why = "sooner or later the ranks lower their learning rates at different times, and the replicas drift apart"
-    fix = "average the metric over ranks before: `schedule.step(ddpkit.all_reduce_mean(loss, weight=count))`"
-    return facts.finding("one-rank-decides", evidence, why, fix, where)
+        why = "sooner or later the ranks lower their learning rates at different times, and the replicas drift apart"
+        fix = "average the metric over ranks before: `schedule.step(ddpkit.all_reduce_mean(loss, weight=count))`"
+        return facts.finding("one-rank-decides", evidence, why, fix, records[0]["where"])
+    return None
 
 
 # Explain the first collective that ranks did not enter alike.
@@ -187,22 +145,15 @@ def _is_left(loop: Loop, line: Place, left: Record | None, ends: str) -> bool:
 
 
 def _find_same_files(facts: Facts) -> Iterator[Finding]:
-    """Find files that several ranks open for writing."""
-    writers: dict[str, dict[int, Record]] = {}
-    for rank, records in facts.of("file").items():
-        for record in records:
-            writers.setdefault(record["path"], {}).setdefault(rank, record)
-    locked = {record["path"] for record in facts.all("locked")}
-    done: set[Place | None] = set()
-    for path, by_rank in writers.items():
-        ranks = sorted(by_rank)
-        first = by_rank[ranks[0]]
-        where = place(first["where"])
-        if len(ranks) < 2 or path in locked or where in done:
-            continue
-        done.add(where)
-        evidence = f"{say_ranks(ranks)} write {os.path.basename(path)}"
-        why = "the ranks overwrite each other: the file is the last one's, or a mixture"
-        fix = "let one rank write, `if rank == 0:`, or put the rank into the name"
-        severity = "suspicious" if first["appends"] else "wrong"
-        yield facts.finding("same-file", evidence, why, fix, first["where"], severity=severity, ranks=ranks)
+    """Find files that several ranks save."""
+    by_line: dict[Place | None, Finding] = {}
+    for path in dict.fromkeys(record["path"] for record in facts.all("file")):
+        saved = {rank: [r for r in records if r["path"] == path] for rank, records in facts.of("file").items()}
+        ranks = [rank for rank, records in saved.items() if records]
+        if len(ranks) > 1:
+            evidence = f"{say_ranks(ranks)} write {os.path.basename(path)}"
+            why = "the ranks overwrite each other: the file is the last one's, or a mixture"
+            fix = "let one rank write, `if rank == 0:`, or put the rank into the name"
+            found = facts.finding("same-file", evidence, why, fix, saved[ranks[0]][0]["where"], ranks=ranks)
+            by_line.setdefault(found.where, found)
+    yield from by_line.values()

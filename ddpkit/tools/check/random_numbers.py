@@ -5,20 +5,20 @@ from __future__ import annotations
 import random
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..recorder import Recorder
-from .process import before
+from ..recorder import Recorder, before
 from .source import Place, is_own, own_frames, place_of, stack
 
-GENERATORS = (np.random.RandomState, np.random.Generator, random.Random, torch.Generator)
 State = dict[str, tuple[int, int]]  # hash and position of each generator
+GENERATORS = (np.random.RandomState, np.random.Generator, random.Random, torch.Generator)
 _MANY = 8  # draws that are kept for a step
+_CHILDREN = 32  # of an object that are searched for generators
 _LINES = 8  # of drawing that are kept
 _SEEDING = (
     (torch, "manual_seed", "torch"),
@@ -30,63 +30,64 @@ _SEEDING = (
 )
 
 
-def states(others: tuple[Any, ...] = ()) -> State:
+def states(others: Sequence[Any] = ()) -> State:
     """Hash the states of the global generators, and of others."""
-    generators = {"torch": torch.default_generator, "numpy": np.random.mtrand._rand, "random": random._inst}
+    found = {"torch": torch.default_generator, "numpy": np.random.mtrand._rand, "random": random._inst}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        generators["torch on the GPU"] = torch.cuda.default_generators[torch.cuda.current_device()]
-    generators |= {f"{type(other).__name__} {number}": other for number, other in enumerate(others)}
-    return {name: _state_of(generator) for name, generator in generators.items()}
+        found["torch on the GPU"] = torch.cuda.default_generators[torch.cuda.current_device()]
+    found |= {f"{type(other).__name__} {number}": other for number, other in enumerate(others)}
+    return {name: _state_of(generator) for name, generator in found.items()}
 
 
 def _state_of(generator: Any) -> tuple[int, int]:
-    """Hash a generator's state, and tell how many words of a block it has used, -1 if that is not known."""
-    if isinstance(generator, torch.Generator):
-        state = generator.get_state().numpy()
-        left = int(state[8:12].view(np.int32)[0])
-        return zlib.crc32(state.data), 624 - left if generator.device.type == "cpu" else -1
+    """Hash a generator's state, and tell how many words of a block it has used, 0 if that is not known."""
+    if isinstance(generator, random.Random):
+        return hash(generator.getstate()[1]), 0
+    if isinstance(generator, np.random.Generator):
+        return zlib.crc32(repr(generator.bit_generator.state).encode()), 0
     if isinstance(generator, np.random.RandomState):
         _, keys, position, *_ = generator.get_state(legacy=True)
         return zlib.crc32(np.asarray(keys).data, int(position)), int(position)
-    if isinstance(generator, np.random.Generator):
-        return zlib.crc32(repr(generator.bit_generator.state).encode()), -1
-    words = generator.getstate()[1]
-    return hash(words), int(words[-1])
+    state = generator.get_state().numpy()
+    if generator.device.type != "cpu":
+        return zlib.crc32(state.data), 0
+    left = int(state[8:12].view(np.int32)[0])
+    return zlib.crc32(state.data), 624 - left
 
 
-def generators_in(value: Any, depth: int = 4) -> Iterator[Any]:
+def _generators_in(value: Any, depth: int = 4) -> Iterator[Any]:
     """Yield the generators in the fields of an object."""
-    children: list[Any] = []
-    if isinstance(value, GENERATORS):
+    if type(value) in GENERATORS:
         yield value
-    elif isinstance(value, list | tuple) and len(value) <= 32:
-        children = list(value)
-    elif hasattr(value, "__dict__") and not isinstance(value, type):
-        children = list(vars(value).values())
-    for child in children if depth else []:
-        yield from generators_in(child, depth - 1)
+    elif depth and hasattr(value, "__dict__") and not isinstance(value, type):
+        value = list(vars(value).values())
+    if depth and isinstance(value, list | tuple):
+        for child in value[:_CHILDREN]:
+            yield from _generators_in(child, depth - 1)
 
 
 class Draws:
-    """Finds the script's lines that draw random numbers, by a trace function which compares states line by line.
+    """Finds the generators that are used between `begin` and `end`, and the script's lines that draw from them.
 
     Args:
-        others: Generators to look at besides the global ones.
+        value: Has generators in its fields, besides the global ones.
     """
 
-    def __init__(self, others: tuple[Any, ...] = ()) -> None:
+    def __init__(self, value: Any = None) -> None:
         self.lines: list[Place] = []
-        self._others = others
+        self.drawn: list[dict[str, Any]] = []
+        self._others = list(_generators_in(value))
+        self._begun: State = {}
         self._state: State = {}
         self._place: Place | None = None
         self._is_tracing = False
 
-    def begin(self) -> None:
-        """Look from here on, unless somebody else traces."""
-        if sys.gettrace() is not None:
+    def begin(self, traces: bool = True) -> None:
+        """Look from here on; compare states line by line, unless somebody else traces."""
+        self._begun = self._state = states(self._others)
+        if not traces or sys.gettrace() is not None:
             return
         self._is_tracing = True
-        self._state = states(self._others)
         for frame in own_frames(sys._getframe(1)):
             frame.f_trace = self._look
             self._place = self._place or place_of(frame)
@@ -100,6 +101,12 @@ class Draws:
             self._compare()
             for frame in own_frames(sys._getframe(1)):
                 frame.f_trace = None
+        now = states(self._others) if self._begun else {}
+        for kind, (hashed, position) in self._begun.items():
+            if now.get(kind, (hashed,))[0] != hashed and len(self.drawn) < _MANY:
+                words = (now[kind][1] - position) % 624
+                self.drawn.append({"generator": kind, "state": hashed, "words": words})
+        self._begun = {}
 
     def _look(self, frame: FrameType, event: str, argument: Any) -> Any:
         if not is_own(frame.f_code.co_filename):
@@ -122,8 +129,6 @@ class Windows:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._opened: State = {}
-        self._drawn: list[dict[str, Any]] = []
         self._draws = Draws()
 
     def install(self) -> None:
@@ -134,33 +139,26 @@ class Windows:
     def _note(self, kind: str) -> Any:
         def look(*args: Any, **kwargs: Any) -> None:
             if places := stack():
-                self._recorder.tell("seeded", generator=kind, where=places, worker=not self._recorder.is_main)
+                self._recorder.tell("seeded", generator=kind, where=places)
 
         return look
 
     def open(self) -> None:
         """Begin to watch, after a batch was fetched or a step has ended."""
-        self._draws.end()
-        self._opened = states()
-        if self._recorder.step == 1:  # the lines are the same ones in other steps
-            self._draws.begin()
+        self.pause()
+        self._draws.begin(traces=self._recorder.step == 1)  # the lines are the same ones in other steps
 
     def pause(self) -> None:
         """Note what was drawn since `open`, before a loader draws for itself."""
         self._draws.end()
-        now = states() if self._opened else {}
-        for kind, (hashed, position) in self._opened.items():
-            if now[kind][0] != hashed and len(self._drawn) < _MANY:
-                words = (now[kind][1] - position) % 624
-                self._drawn.append({"generator": kind, "state": hashed, "words": words})
-        self._opened = {}
 
     def close(self) -> dict[str, Any]:
         """Return what this step has drawn, and where."""
         self.pause()
-        return {"drawn": self._drawn, "lines": self._draws.lines}
+        return {"drawn": self._draws.drawn, "lines": self._draws.lines}
 
     def begin_step(self) -> None:
         """Forget what belongs to the step that has ended."""
-        self._drawn = []
+        self.pause()
+        self._draws.drawn = []
         self.open()

@@ -4,56 +4,48 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import chain, islice, pairwise
 from typing import Any
 
 from ..recorder import Record
-from .facts import Facts, Finding, agree, all_equal, place
+from .facts import Facts, Finding, agree, all_equal
 from .source import Place, is_shared_out
 
-_CLOSE = 0.1  # share of a stream's samples that may be left out, as broken ones, or come again
 _COMPARED = 3  # batches or steps that must be equal on all ranks, if there are as many
+_WORK_OF_ONE = "all ranks do the work of one: the gradient is that of one rank's samples"
 _FEW = 8  # words: a choice that all ranks are to make alike takes as many
-_ROUNDED = ("DistributedSampler", "SequentialSampler", "RandomSampler")  # torch's, which drop what they say alone
-_SHARE_OUT = "one share for each worker of each rank: `[rank * num_workers + id :: world_size * num_workers]`"
 
 
 def find(facts: Facts) -> Iterator[Finding]:
-    """Look at each loader once, at its first epochs; loaders that one line makes have one bug."""
+    """Look at each loader, at its first epochs; loaders that one line makes have one bug."""
     training = facts.training
     done: set[str] = set()
-    told: set[tuple[str, object]] = set()
-    for (loader, number), records in facts.rows("epoch", "loader", "number"):
-        found = None if loader in done else _examine(facts, records, number, loader in training)
+    told: set[tuple[str, Place | None]] = set()
+    for (loader, _), records in facts.rows("epoch", "loader", "number"):
+        found = None if loader in done else _examine(facts, records, loader in training)
         if found is None:
             continue
         done.add(loader)
-        bugs: set[tuple[str, object]] = {(found.kind, _line_of(loader)), (found.kind, found.where)}
-        if not bugs & told:  # a function may make a loader each time it is called
+        if (found.kind, found.where) not in told:  # a function may make a loader each time it is called
+            told.add((found.kind, found.where))
             yield found
-        told |= bugs
     if not training:
         yield from _find_equal_inputs(facts)
     yield from _find_same_orders(facts, training)
-    if drawn := _find_same_draws(facts) or _find_same_noise(facts):
-        yield drawn
+    yield from islice(chain(_find_same_draws(facts), _find_same_noise(facts)), 1)
 
 
-def _line_of(loader: str) -> str:
-    """Name the line that made a loader."""
-    return loader.rpartition("#")[0]
-
-
-def _examine(facts: Facts, records: list[Record], number: int, trains: bool) -> Finding | None:
+def _examine(facts: Facts, records: list[Record], trains: bool) -> Finding | None:
     """Look at one epoch of one loader."""
     epoch = records[0]
+    key = epoch["loader"], epoch["number"]
     contents = []  # what each rank's batches held, as hashes
     for batches in facts.of("batch").values():
-        contents.append([b["content"] for b in batches if (b["loader"], b["number"]) == (epoch["loader"], number)])
+        contents.append([batch["content"] for batch in batches if (batch["loader"], batch["number"]) == key])
     if trains and (found := _find_same(facts, records, contents)):
         return found
     if epoch["iterable"]:
-        return _find_repeated_batches(facts, epoch, contents[0]) or _compare_with_length(facts, records, number)
+        return _find_repeated_batches(facts, epoch, contents[0]) if trains else None
     if all(record.get("plan") is not None for record in records):
         return _examine_plans(facts, records, trains)
     return None
@@ -66,24 +58,21 @@ def _find_same(facts: Facts, records: list[Record], contents: list[list[int]]) -
     equal = 0
     while equal < number and contents[0][equal] and all_equal([batches[equal] for batches in contents]):
         equal += 1
-    plans = [record.get("plan") for record in records]
-    are_planned = plans[0] is not None and all_equal(plans) and agree(records, "dataset")
-    fetch, kinds = next((found for found in _equal_fetches(facts) if found[0]["loader"] == epoch["loader"]), ({}, []))
-    if not (equal and equal >= min(number, _COMPARED)) and not (are_planned and number and fetch):
+    if not equal or equal < min(number, _COMPARED):
         return None
-    made = [epoch["sampler_made"], epoch["made"]]
-    if fetch and not are_planned:
-        lines = [_seeded(facts, kinds).get("where"), fetch["lines"], *made]
+    lines = [epoch["sampler_made"], epoch["made"]]
+    seeds = _seeded(facts, "random", "numpy", "torch")
+    if epoch["lines"]:
+        lines = [epoch["lines"], *lines, *seeds]
+        fix = "let each rank take its share, `[rank::world_size]`, or draw with a seed of its own, `seed + rank`"
+    elif not epoch["iterable"] and not agree(records, "plan"):  # then the dataset draws the samples
+        lines = [*seeds, *lines]
         fix = "give each rank a seed of its own: `seed + rank`"
-    elif epoch["lines"]:
-        lines = [epoch["lines"], *made]
-        fix = "let each rank take its share: `[rank::world_size]`"
     else:
-        lines = [epoch["made"], *made]
+        lines = [epoch["made"], *lines]
         fix = "`DataLoader(dataset, sampler=DistributedSampler(dataset))`"
-    evidence = f"the first {min(equal, number) or number} batches are the same on {facts.who}"
-    why = f"{facts.world_size} ranks do the work of one: the gradient is that of one rank's samples"
-    return facts.finding("same-samples", evidence, why, fix, *lines)
+    evidence = f"the first {equal} batches are the same on {facts.who}"
+    return facts.finding("same-samples", evidence, _WORK_OF_ONE, fix, *lines)
 
 
 def _find_equal_inputs(facts: Facts) -> Iterator[Finding]:
@@ -94,14 +83,10 @@ def _find_equal_inputs(facts: Facts) -> Iterator[Finding]:
         if not inputs[0] or not all_equal(inputs):
             return
     if rows:
-        lines = [rows[0][0]["calls"][0]["where"], _seeded(facts, ["torch", "numpy", "random"]).get("where")]
+        lines = [rows[0][0]["calls"][0]["where"], *_seeded(facts, "torch", "numpy", "random")]
         evidence = f"at each of {len(rows)} steps the inputs are the same on {facts.who}"
-        why = f"{facts.world_size} ranks do the work of one: the gradient is that of one rank's samples"
         fix = "draw the samples of each rank with a seed of its own, or let each take its share: `[rank::world_size]`"
-        yield facts.finding("same-samples", evidence, why, fix, *lines)
-
-
-# Compare what ranks read of a stream with its length.
+        yield facts.finding("same-samples", evidence, _WORK_OF_ONE, fix, *lines)
 
 
 def _find_repeated_batches(facts: Facts, epoch: Record, contents: list[int]) -> Finding | None:
@@ -115,48 +100,6 @@ def _find_repeated_batches(facts: Facts, epoch: Record, contents: list[int]) -> 
     return _about_sampler("samples-repeated", facts, epoch, evidence, why, fix)
 
 
-def _compare_with_length(facts: Facts, records: list[Record], number: int) -> Finding | None:
-    """Find a stream of which the ranks read fewer or more samples in a whole epoch than its length.
-
-    The length may be that of the whole stream, or of one rank's part; and several ranks may read the
-    same part on purpose, as those do that share a model.
-    """
-    epoch = records[0]
-    ends = dict(facts.rows("epoch end", "loader", "number")).get((epoch["loader"], number), [])
-    lengths = [record["length"] for record in records]
-    if not ends or any(end["cut"] for end in ends) or None in lengths:
-        return None
-    bounds = [_samples_read(record, end["batches"]) for record, end in zip(records, ends, strict=True)]
-    least, most = map(sum, zip(*bounds, strict=True))
-    length = max(lengths)
-    sharing = [n for n in range(1, facts.world_size) if facts.world_size % n == 0]  # of a model
-    for meant in (*(n * length for n in sharing), sum(lengths)):
-        if least <= (1 + _CLOSE) * meant and most >= (1 - _CLOSE) * meant:
-            return None
-    kind, read, why = "samples-repeated", f"at least {least}", "samples come several times in an epoch"
-    if most < length:
-        kind, read, why = "samples-missing", f"at most {most}", "samples come on no rank"
-    why += ", unless the length is wrong; then `len(loader)` is, and schedules that are made by it"
-    evidence = f"{facts.who} read {read} samples in an epoch; the stream's length is {length}"
-    where = place(epoch["lines"])
-    fix = _SHARE_OUT
-    if where is not None and where.function == "shard":
-        fix = "parts that together are the whole: `[index::num_shards]`"
-    return facts.finding(kind, evidence, why, fix, epoch["lines"], epoch["made"], severity="suspicious")
-
-
-def _samples_read(epoch: Record, batches: int) -> tuple[int, int]:
-    """Return the smallest and the largest number of samples that a rank's workers may have read.
-
-    The last batch of each worker may be short, or left out.
-    """
-    size = epoch["batch_size"]
-    readers = max(epoch["workers"], 1)
-    if epoch["drop_last"]:
-        return batches * size, batches * size + readers * (size - 1)
-    return batches * size - min(batches, readers) * (size - 1), batches * size
-
-
 # Compare the samples that a sampler deals with those that there are.
 
 
@@ -165,37 +108,50 @@ def _examine_plans(facts: Facts, records: list[Record], trains: bool) -> Finding
     if any(record["replaces"] for record in records):
         return None
     if not agree(records, "dataset"):
-        are_alike = trains and agree(records, "contents")
-        return _differently_ordered(facts, epoch) if are_alike else None
+        return _differently_ordered(facts, epoch) if trains and agree(records, "contents") else None
     plans = [record["plan"] for record in records]
     expected: set[int] = set()
     for record in records:
         expected |= set(range(record["total"]) if record["expected"] is None else record["expected"])
     total = len(expected)
-    dealt = {index for plan in plans for index in plan}
-    missing = len(expected - dealt)
-    extra = sum(map(len, plans)) - len(dealt)
-    batch = int(epoch["batch_size"]) * facts.world_size
     if all(len(plan) >= total for plan in plans):
         evidence = f"each of {facts.who} goes through all {total} samples in an epoch"
         why = f"an epoch is {facts.world_size} epochs, of which the ranks know nothing: schedules and logs are wrong"
         fix = "`DataLoader(dataset, sampler=DistributedSampler(dataset))`"
         return _about_sampler("samples-repeated", facts, epoch, evidence, why, fix) if trains else None
-    if extra <= max(-total % facts.world_size, -total % batch):  # padding
-        return _missing(facts, records, missing, total, batch, trains)
-    if _come_in_runs(plans):
+    dealt = {index for plan in plans for index in plan}
+    missing = len(expected - dealt)
+    extra = sum(map(len, plans)) - len(dealt)
+    batch = int(epoch["batch_size"]) * facts.world_size
+    padding = max(-total % facts.world_size, -total % batch)
+    if extra <= padding:
+        may_drop = batch - 1 if trains or epoch["drop_last"] else 0
+        if missing > may_drop or _never_come(facts, epoch, missing):
+            return _missing(facts, epoch, f"{missing} of {total}")
         return None
-    if not missing:
-        evidence = f"{extra} samples of an epoch come again, of {total} that there are; padding explains fewer"
-        why = "these samples count more than others"
-        fix = "deal each sample once: `DistributedSampler(dataset)`"
-        return _about_sampler("samples-repeated", facts, epoch, evidence, why, fix)
-    if found := _find_other_epochs(facts, records):
-        return found
+    if not trains or not missing or _come_in_runs(plans):
+        return None
     evidence = f"of {total} samples, {missing} come on no rank and {extra} come again, in one epoch"
     why = "the ranks take their shares of orders that differ, so the shares overlap"
-    fix = "shuffle with one seed on all ranks: `DistributedSampler(dataset, seed=0)`"
+    fix = "give all ranks one seed, `DistributedSampler(dataset, seed=0)`, and one epoch, `sampler.set_epoch(epoch)`"
     return _about_sampler("shuffle-differs", facts, epoch, evidence, why, fix)
+
+
+def _never_come(facts: Facts, epoch: Record, missing: int) -> bool:
+    """Return whether a shuffled order leaves out the same samples in each epoch."""
+    rows = [records for (loader, _), records in facts.rows("epoch", "loader", "number") if loader == epoch["loader"]]
+    is_shuffled = any(records[0]["plan"] != epoch["plan"] for records in rows)
+    return (
+        missing > 1 and is_shuffled and all_equal([{i for r in records for i in r["plan"] or ()} for records in rows])
+    )
+
+
+def _missing(facts: Facts, epoch: Record, missing: str) -> Finding | None:
+    if "Subset" in epoch["sampler"]:  # others are meant to be left out
+        return None
+    why = "the model never sees them, or they are in no metric"
+    fix = "deal all samples, once: `DistributedSampler(dataset)`"
+    return _about_sampler("samples-missing", facts, epoch, f"{missing} samples come on no rank", why, fix)
 
 
 def _come_in_runs(plans: list[list[int]]) -> bool:
@@ -216,39 +172,7 @@ def _differently_ordered(facts: Facts, epoch: Record) -> Finding:
     evidence = f"{facts.who} hold the same samples in different orders, and deal positions in them"
     why = "a position is another sample on each rank: some samples come twice, others never"
     fix = "leave the list in one order, or shuffle it with a seed that all ranks have: `random.Random(0).shuffle(x)`"
-    shuffled = _seeded(facts, ["shuffle"]).get("where")
-    return _about_sampler("shuffle-differs", facts, epoch, evidence, why, fix, shuffled)
-
-
-def _find_other_epochs(facts: Facts, records: list[Record]) -> Finding | None:
-    """Find ranks that tell their samplers different epochs."""
-    told = [record["last_set"] for record in records]
-    if None in told or all_equal([entry["epoch"] for entry in told]):
-        return None
-    numbers = " and ".join(str(entry["epoch"]) for entry in told)
-    evidence = f"{facts.who} tell their samplers that this is epoch {numbers}"
-    why = "they shuffle in different orders, so that their shares overlap, and do not end together"
-    fix = "let rank 0 tell the others where to begin: `dist.broadcast(start, src=0)`"
-    return facts.finding("one-rank-decides", evidence, why, fix, told[0]["where"])
-
-
-def _missing(facts: Facts, records: list[Record], missing: int, total: int, batch: int, trains: bool) -> Finding | None:
-    epoch = records[0]
-    may_drop = epoch["drop_last"] or (trains and epoch["sampler"] not in _ROUNDED)
-    if missing <= (batch - 1 if may_drop else 0) and not _never_come(facts, epoch["loader"], missing):
-        return None
-    evidence = f"{missing} of {total} samples come on no rank"
-    why = "the model never sees them" if trains else "they are in no metric"
-    fix = "deal all samples: `DistributedSampler(dataset)`"
-    return _about_sampler("samples-missing", facts, epoch, evidence, why, fix)
-
-
-def _never_come(facts: Facts, loader: str, missing: int) -> bool:
-    """Return whether a shuffled order leaves out the same samples in each epoch."""
-    rows = [epochs for (other, _), epochs in facts.rows("epoch", "loader", "number") if other == loader]
-    dealt = [{index for epoch in epochs for index in epoch["plan"]} for epochs in rows]
-    is_shuffled = len(rows) > 1 and rows[0][0]["plan"] != rows[1][0]["plan"]
-    return bool(missing) and is_shuffled and all_equal(dealt)
+    return _about_sampler("shuffle-differs", facts, epoch, evidence, why, fix, *_seeded(facts, "shuffle"))
 
 
 def _find_same_orders(facts: Facts, training: set[str]) -> Iterator[Finding]:
@@ -273,82 +197,58 @@ def _epochs_of_lines(facts: Facts, training: set[str]) -> list[list[Record]]:
     for record in facts.first("epoch"):
         if record["loader"] in training:
             epochs.setdefault(record["loader"], []).append(record)
-    found: dict[tuple[Any, ...], list[Record]] = {}
+    is_one_training = len(facts.first("optimizer")) == 1
+    found: dict[tuple[str, str], list[Record]] = {}
     for loader, records in epochs.items():
-        key: tuple[Any, ...] = (loader,)
-        if len(records) == 1:  # of the same data, for the same optimizer
-            key = (_line_of(loader), records[0].get("dataset"), _optimizers_after(facts, records[0]))
+        key = loader, ""
+        if len(records) == 1 and is_one_training:  # perhaps of the same data
+            key = loader.rpartition("#")[0], records[0].get("dataset", "")
         found.setdefault(key, []).extend(records)
     return list(found.values())
-
-
-def _optimizers_after(facts: Facts, epoch: Record) -> int:
-    """Count the optimizers that make their first step after an epoch, when another one has begun."""
-    records = facts.records[facts.ranks[0]]
-    later = records[records.index(epoch) + 1 :]
-    ends = [number for number, record in enumerate(later) if record["kind"] == "epoch"]
-    return sum(record["kind"] == "optimizer" for record in later[ends[0] :]) if ends else 0
 
 
 # Find random numbers that are the same on every rank.
 
 
-def _equal_fetches(facts: Facts) -> Iterator[tuple[Record, list[str]]]:
-    """Yield the fetches for which all ranks' datasets draw from equal states, and the generators."""
-    for _, records in facts.rows("fetch", "loader", "worker", "number"):
-        common = set.intersection(*(set(record["drawn"].items()) for record in records))
-        if common:
-            yield records[0], sorted(kind for kind, _ in common)
+def _seeded(facts: Facts, *kinds: str) -> list[list[Any]]:
+    """List where the script has last seeded each of some generators."""
+    lines = {record["generator"]: record["where"] for record in facts.first("seeded")}
+    return [lines[kind] for kind in kinds if kind in lines]
 
 
-def _seeded(facts: Facts, kinds: list[str]) -> Record:
-    """Return how some generators were last seeded by the script, {} if they were not."""
-    seeds = [record for record in facts.first("seeded") if record["generator"] in kinds]
-    return seeds[-1] if seeds else {}
-
-
-def _find_same_draws(facts: Facts) -> Finding | None:
+def _find_same_draws(facts: Facts) -> Iterator[Finding]:
     """Find datasets that draw the same numbers on all ranks for other samples."""
-    first_batches: dict[str, bool] = {}  # whether they are equal, which is another bug
-    for (loader, _, _), records in facts.rows("batch", "loader", "number", "batch"):
-        first_batches.setdefault(loader, agree(records, "content"))
-    for fetch, kinds in _equal_fetches(facts):
-        if not first_batches.get(fetch["loader"]):
-            who = "the loaders" if fetch["worker"] is None else f"workers {fetch['worker']}"
+    for (worker, *_), records in sorted(facts.rows("fetch", "worker", "number", "step"), key=str):
+        kinds = _equal_states([record["drawn"] for record in records], 0)
+        if kinds and not agree(records, "content"):
+            who = "the loaders" if worker is None else f"workers {worker}"
             evidence = f"{who} of {facts.who} draw from equal states of {', '.join(kinds)}"
-            return _same_numbers(facts, evidence, fetch["lines"], kinds)
-    return None
+            yield _same_numbers(facts, evidence, *_seeded(facts, *kinds), records[0]["lines"])
 
 
-def _find_same_noise(facts: Facts) -> Finding | None:
+def _find_same_noise(facts: Facts) -> Iterator[Finding]:
     """Find noise and dropout that are the same on all ranks at each step."""
     rows = [records for records in facts.steps if all(record["random"]["drawn"] for record in records)]
-    kinds = sorted(set.intersection(*map(_equal_states, rows[:_COMPARED]))) if len(rows) > 1 else []
+    drawn = [[record["random"]["drawn"] for record in records] for records in rows[:_COMPARED]]
+    kinds = sorted(set.intersection(*(set(_equal_states(each, _FEW)) for each in drawn))) if len(rows) > 1 else []
     if not kinds:
-        return None
+        return
     lines: list[Any] = max((records[0]["random"]["lines"] for records in rows), key=len)
     own_lines = [line for line in lines if not is_shared_out(Place(*line))]
     if lines and not own_lines:
-        return None
-    steps = min(_COMPARED, len(rows))
-    evidence = f"at each of {steps} steps {facts.who} draw from equal states of {', '.join(kinds)}"
-    return _same_numbers(facts, evidence, own_lines, kinds)
+        return
+    evidence = f"at each of {len(drawn)} steps {facts.who} draw from equal states of {', '.join(kinds)}"
+    yield _same_numbers(facts, evidence, own_lines, *_seeded(facts, *kinds))
 
 
-def _equal_states(records: list[Record]) -> set[str]:
-    """Name the generators from whose equal states all ranks draw more than a few numbers."""
-    drawn = []
-    for record in records:
-        entries = [entry for entry in record["random"]["drawn"] if entry["generator"] != "random"]
-        drawn.append({(e["generator"], e["state"]) for e in entries if e["words"] >= _FEW or e["words"] < 0})
-    return {kind for kind, _ in set.intersection(*drawn)}
-
-
-def _same_numbers(facts: Facts, evidence: str, lines: list[Any], kinds: list[str]) -> Finding:
+def _same_numbers(facts: Facts, evidence: str, *lines: Any) -> Finding:
     why = "noise, dropout masks or augmentations are those of one rank, used several times: less variety"
-    fix = "after the model is made, seed each rank on its own: `torch.manual_seed(seed + rank)`"
-    seed = _seeded(facts, kinds)
-    if seed.get("worker"):
-        lines = []
-        fix = "leave the seeds of workers to torch, or derive them from its own: `torch.initial_seed() % 2**32`"
-    return facts.finding("same-random-numbers", evidence, why, fix, lines, seed.get("where"))
+    fix = "after the model is made, seed each rank on its own, `torch.manual_seed(seed + rank)`"
+    fix += ", and what workers draw from by `torch.initial_seed() % 2**32`, in `worker_init_fn`"
+    return facts.finding("same-random-numbers", evidence, why, fix, *lines)
+
+
+def _equal_states(drawn: list[list[Record]], least: int) -> list[str]:
+    """Name the generators from whose equal states all ranks draw so many words."""
+    states = [{(e["generator"], e["state"]) for e in entries if e["words"] >= least} for entries in drawn]
+    return sorted(kind for kind, _ in set.intersection(*states))

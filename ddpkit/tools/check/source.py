@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import os
 import sys
@@ -15,13 +14,13 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
+from torch.utils.data._utils import worker
 
 _DDPKIT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 _FOLDERS = (sysconfig.get_path("stdlib"), os.path.dirname(torch.__file__), _DDPKIT)
 _FOREIGN = tuple(os.path.realpath(folder) + os.sep for folder in _FOLDERS)
 _PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_RUNNER = os.path.join(os.path.dirname(__file__), "command.py")  # runs the script
+_RUNNERS = (os.path.join(os.path.dirname(__file__), "__init__.py"), worker.__file__)  # of the script, and of datasets
 _DEEPEST = 8  # lines of a stack that are recorded
 _OF_RANK = ("rank", "is_main", "master", "is_local_main", "process_index", "is_global_zero")
 _OF_RANKS = ("world", "ranks", "num_processes", "nproc", "gpus", "replicas")  # in names of the number of ranks
@@ -58,17 +57,7 @@ def is_own(file: str) -> bool:
     """Return whether a file is the script's, not one of Python, an installed package or ddpkit."""
     if file.startswith("<") or any(part in file for part in _PACKAGES):
         return False
-    return not os.path.realpath(file).startswith(_FOREIGN + _installed())
-
-
-@cache
-def _installed() -> tuple[str, ...]:
-    """List the folders of the module path into which packages were installed."""
-    found = []
-    for folder in filter(os.path.isdir, sys.path):
-        if any(name.endswith(".dist-info") for name in os.listdir(folder)):
-            found.append(os.path.realpath(folder) + os.sep)
-    return tuple(found)
+    return not os.path.realpath(file).startswith(_FOREIGN)
 
 
 def is_own_object(value: Any) -> bool:
@@ -82,7 +71,7 @@ def is_own_object(value: Any) -> bool:
 def own_frames(frame: FrameType | None = None) -> Iterator[FrameType]:
     """Yield the frames of the script's own functions, the innermost first."""
     frame = frame or sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != _RUNNER:
+    while frame is not None and frame.f_code.co_filename not in _RUNNERS:
         if is_own(frame.f_code.co_filename):
             yield frame
         frame = frame.f_back
@@ -236,26 +225,7 @@ def skipping_lines(stack: Stack) -> list[Place]:
     return []
 
 
-# Evaluate simple expressions of running functions, without calling anything of the script's.
-
-
-def evaluate(node: ast.AST | None, frame: FrameType) -> Any:
-    """Return the value of a name, a field of an object or a length; None for anything else."""
-    if isinstance(node, ast.Constant):
-        return node.value
-    if isinstance(node, ast.Name):
-        return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
-    if isinstance(node, ast.Attribute):
-        owner = evaluate(node.value, frame)
-        if is_own_object(owner) or isinstance(owner, argparse.Namespace):
-            return vars(owner).get(node.attr)
-        return getattr(owner, "dataset", None) if node.attr == "dataset" else None
-    if isinstance(node, ast.Call) and _called(node) == "len" and len(node.args) == 1:
-        try:
-            return len(evaluate(node.args[0], frame))
-        except TypeError:
-            return None
-    return None
+# Look for divisions by the number of ranks.
 
 
 def _called(node: ast.AST) -> str:
@@ -279,106 +249,54 @@ def _nodes_of(code: CodeType) -> list[ast.AST]:
     return []
 
 
-class Division(NamedTuple):
-    """A division in a function: its line, the divisor, and whether a loss is divided."""
-
-    line: int
-    divisor: ast.expr
-    is_of_loss: bool
-
-
 @cache
-def _divisions(code: CodeType) -> list[Division]:
-    found = []
+def _divides_by_ranks(code: CodeType) -> bool:
     for node in _nodes_of(code):
+        divisor: ast.AST | None = None
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-            divided, divisor = node.left, node.right
+            divisor = node.right
         elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
-            divided, divisor = node.target, node.value
+            divisor = node.value
         elif isinstance(node, ast.Call) and _called(node) in ("div", "div_") and node.args:
-            divided, divisor = node.func, node.args[0]
-        else:
-            continue
-        names = [str(getattr(part, "id", getattr(part, "attr", ""))) for part in ast.walk(divided)]
-        found.append(Division(node.lineno, divisor, any("loss" in name.lower() for name in names)))
-    return found
-
-
-def divisions_of_loss() -> tuple[list[Place], list[Place]]:
-    """List the lines of the innermost function that divide a loss, and those before that do so by the ranks."""
-    frame = next(own_frames(sys._getframe(1)), None)
-    divided: list[Place] = []
-    by_ranks: list[Place] = []
-    if frame is None:
-        return divided, by_ranks
-    for division in _divisions(frame.f_code):
-        if division.is_of_loss:
-            place = place_of(frame)._replace(line=division.line)
-            divided.append(place)
-            if division.line <= frame.f_lineno and _is_number_of_ranks(division.divisor, frame):
-                by_ranks.append(place)
-    return divided, by_ranks
-
-
-_dividing: dict[tuple[Any, ...], bool] = {}  # by line, for the answer takes long
-
-
-def divides_by_ranks(depth: int = 2) -> bool:
-    """Return whether one of the innermost functions divides by the number of ranks."""
-    frames = list(islice(own_frames(sys._getframe(1)), depth))
-    lines = tuple((frame.f_code, frame.f_lineno) for frame in frames)
-    if lines not in _dividing:
-        divisors = [(division.divisor, frame) for frame in frames for division in _divisions(frame.f_code)]
-        _dividing[lines] = any(_is_number_of_ranks(divisor, frame) for divisor, frame in divisors)
-    return _dividing[lines]
-
-
-def _is_number_of_ranks(node: ast.expr, frame: FrameType) -> bool:
-    """Return whether an expression is the number of ranks, by its name and its value."""
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    for part in ast.walk(node):
-        name = str(getattr(part, "attr", getattr(part, "id", ""))).lower()
-        if not isinstance(part, ast.Name | ast.Attribute) or not any(word in name for word in _OF_RANKS):
-            continue
-        if "get_world_size" in name or evaluate(part, frame) in (world_size, None):
+            divisor = node.args[0]
+        if divisor is not None and _names_ranks(divisor):
             return True
     return False
 
 
-def loop_keys() -> list[str]:
-    """List the names and numbers through which the innermost function's loops go, of the present round."""
-    found = []
-    for frame in islice(own_frames(sys._getframe(1)), 1):
-        for loop in loops_around(frame.f_code.co_filename, frame.f_lineno):
-            targets = [] if isinstance(loop, ast.While) else list(ast.walk(loop.target))
-            values = [evaluate(node, frame) for node in targets if isinstance(node, ast.Name)]
-            found += [repr(value) for value in values if isinstance(value, str | int)]
-    return found
+def _names_ranks(divisor: ast.AST) -> bool:
+    """Return whether an expression has the number of ranks in it, by the names of variables, fields and functions."""
+    text = ast.unparse(divisor).lower()
+    return any(word in text for word in _OF_RANKS)
 
 
-def bound_of_loop() -> int | None:
-    """Return after how many rounds the loop ends that asks for a loader's batches, None if the loader decides."""
+def divides_by_ranks(depth: int = 2) -> bool:
+    """Return whether one of the innermost functions divides by the number of ranks."""
+    return any(_divides_by_ranks(frame.f_code) for frame in islice(own_frames(sys._getframe(1)), depth))
+
+
+def is_bounded() -> bool:
+    """Return whether the loop that asks for a loader's batches ends after a number of rounds of its own."""
     for frame in own_frames(sys._getframe(1)):
         for loop in loops_around(frame.f_code.co_filename, frame.f_lineno):
             if isinstance(loop, ast.For) and is_inside(loop.iter, frame.f_lineno):
-                bounds = [evaluate(node, frame) for node in _bounds(loop)]
-                return min((bound for bound in bounds if type(bound) is int), default=None)
+                return _counts_rounds(loop)
         if not frame.f_code.co_flags & CO_GENERATOR:
-            return None
-    return None
+            return False
+    return False
 
 
-def _bounds(loop: ast.For) -> Iterator[ast.expr]:
-    """Find n in `zip(range(n), loader)`, `islice(loader, n)`, and in `if i == n: break` within the loop."""
-    for node in ast.walk(loop.iter):
-        if isinstance(node, ast.Call) and (_called(node), len(node.args)) in (("range", 1), ("islice", 2)):
-            yield node.args[-1]
+def _counts_rounds(loop: ast.For) -> bool:
+    """Find `zip(range(n), loader)`, `islice(loader, n)`, and `if i == n: break` within the loop."""
+    if any(_called(node) in ("range", "islice") for node in ast.walk(loop.iter)):
+        return True
     counters = _names_in(loop.target)
     for statement in ast.walk(loop):
         if isinstance(statement, ast.If) and isinstance(statement.test, ast.Compare):
             is_break = any(isinstance(part, ast.Break) for part in statement.body)
             if is_break and _names_in(statement.test.left) & counters:
-                yield statement.test.comparators[0]
+                return True
+    return False
 
 
 def awaits_stop_iteration() -> bool:

@@ -12,13 +12,23 @@ from torch.nn import functional
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..recorder import Recorder, hash_of, parameters_of, sample, whole
+from ..recorder import (
+    Function,
+    Recorder,
+    after,
+    before,
+    guarded,
+    hash_of,
+    parameters_of,
+    replace,
+    sample,
+    whole,
+)
 from .collectives import Collectives
-from .loaders import Samples
+from .loaders import Ending, Samples
 from .modules import Modules, roots, variables
-from .process import Ending, Function, after, before, guarded, replace
 from .random_numbers import Windows
-from .source import Place, Stack, divides_by_ranks, divisions_of_loss, stack
+from .source import Stack, divides_by_ranks, stack
 
 _LOSSES = (
     "cross_entropy",
@@ -32,7 +42,6 @@ _LOSSES = (
 )
 _MANY_LOSSES = 64  # losses that are kept for a step
 _IMAGES = 4  # dimensions of classes by pixel, of which each rank ignores a few: their means count as equals everywhere
-_MANY_SCHEDULES = 256  # steps of schedules that are told
 _LOOKED_AT = 6  # steps of an optimiser at which running statistics are compared
 _FIRST_STEPS = 3  # at which states are compared: what differs differs by then
 
@@ -43,8 +52,6 @@ class Losses:
     Attributes:
         places: Where `backward` was called last.
         divides: Whether the script divides by the number of ranks there.
-        divided: The lines there that divide a loss.
-        by_ranks: Those that divide it by the number of ranks.
     """
 
     def __init__(self, modules: Modules, samples: Samples, ending: Ending) -> None:
@@ -56,8 +63,6 @@ class Losses:
         self._depth = 0
         self.places: Stack = []
         self.divides = False
-        self.divided: list[Place] = []
-        self.by_ranks: list[Place] = []
 
     def install(self) -> None:
         """Begin."""
@@ -82,7 +87,6 @@ class Losses:
         self._modules.begin_backward()
         self.places = stack()[:4]
         self.divides = divides_by_ranks(4)
-        self.divided, self.by_ranks = divisions_of_loss()
 
     def _observed(self, original: Function) -> Function:
         watch = guarded(self._watch)
@@ -122,27 +126,14 @@ class Losses:
         result.register_hook(guarded(arrived))  # type: ignore[no-untyped-call]
 
 
-class Schedules:
-    """Observes learning rate schedules, how often they step and what they are told, from the moment of `install`."""
+def observe_plateaus(recorder: Recorder) -> None:
+    """Tell the numbers by which schedules judge if the training has come to a plateau."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._steps = 0
+    def step(schedule: Any, metrics: Any = None, *args: Any, **kwargs: Any) -> None:
+        if metrics is not None:
+            recorder.tell("plateau", value=float(metrics), where=stack())
 
-    def install(self) -> None:
-        """Begin."""
-        before(lr_scheduler.ReduceLROnPlateau, "step", self._plateau)
-        before(lr_scheduler.LRScheduler, "step", self._step)
-
-    def _plateau(self, schedule: Any, metrics: Any = None, *args: Any, **kwargs: Any) -> None:
-        places = stack()
-        if places and metrics is not None:
-            self._recorder.tell("plateau", value=float(metrics), where=places)
-
-    def _step(self, schedule: Any, *args: Any, **kwargs: Any) -> None:
-        if self._steps < _MANY_SCHEDULES and (places := stack()):
-            self._steps += 1
-            self._recorder.tell("schedule step", where=places[:1])
+    before(lr_scheduler.ReduceLROnPlateau, "step", step)
 
 
 class _Seen:
@@ -240,8 +231,6 @@ class Steps:
             calls=self.modules.calls,
             losses=self.losses.of_this_step(),
             backward=self.losses.places,
-            divided=self.losses.divided,
-            by_ranks=self.losses.by_ranks,
             divides=self.losses.divides or divides_by_ranks(4) or bool(summed and summed["divides"]),
             summed=summed,
             class_name=type(optimizer).__name__,
@@ -250,12 +239,9 @@ class Steps:
         )
 
     def _without_gradient(self, parameters: list[Tensor], seen: _Seen) -> dict[str, Stack]:
-        """Name the parameters without a gradient, and where a collective was given what they compute, if one was."""
-        found = {}
-        for name, parameter in zip(seen.names, parameters, strict=True):
-            if parameter.requires_grad and parameter.grad is None:
-                found[name] = self.collectives.cut.get(id(parameter), [])
-        return found
+        """Name the parameters without a gradient, and where a collective got what they compute, if one did."""
+        named = zip(seen.names, parameters, strict=True)
+        return {name: self.collectives.cut.get(id(p), []) for name, p in named if p.requires_grad and p.grad is None}
 
     def _summed(self, gradients: list[Tensor | None]) -> dict[str, Any] | None:
         """Compare the gradients with the sums that were reduced before this step, if these are of as many numbers."""

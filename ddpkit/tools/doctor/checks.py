@@ -7,18 +7,14 @@ import ipaddress
 import os
 import shutil
 import socket
-import statistics
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ... import LaunchError, all_reduce, all_reduce_mean, barrier, distributed, get_device, get_rank, get_world_size
+from ... import LaunchError, all_reduce_mean, distributed, get_device, get_rank, get_world_size
 from ...collectives.differences import differing_parts
 from ...job.device import MASKS, choose_device, default_backend
 from ...job.lifecycle import check_torch
@@ -32,10 +28,7 @@ _DRIVERS = {"/proc/driver/nvidia/version": "an NVIDIA", "/dev/kfd": "an AMD"}
 _GET_TORCH = "https://pytorch.org/get-started"
 _BUSY_DEVICE = "See with nvidia-smi who uses it, or hide it with CUDA_VISIBLE_DEVICES."
 _COLUMNS = ("rank", "host", "pid", "node_rank", "local_rank", "device")
-_WARM_UP = 10  # calls that are not counted
-_TIMED = 50  # calls that are
 _BLOCK = 1 << 18  # float32 elements, 1 MiB: they pass in packets of full size
-_SLOW_US = 20e3  # a small collective takes 100 to 1000 us, on several nodes up to a few times that
 
 
 def set_variables(*names: str) -> str:
@@ -250,13 +243,13 @@ def _listening_inodes(port: int) -> set[str]:
     return inodes
 
 
-# Check a job on several ranks: values, latency, versions, and where each rank is.
+# Check a job on several ranks: values, versions, and where each rank is.
 
 
-def two_ranks(backend: str | None, device: str | None, seconds: float) -> list[Check]:
-    """Join a job and run the checks for which two processes on one machine suffice."""
+def two_ranks(backend: str | None, device: str | None, seconds: float) -> Check:
+    """Join a job and run the check for which two processes on one machine suffice."""
     with distributed(backend=backend, device=device, timeout=timedelta(seconds=seconds)):
-        return [mean(), latency()]
+        return mean()
 
 
 def mean() -> Check:
@@ -274,37 +267,6 @@ def mean() -> Check:
     found = f"the mean of 0 to {world_size - 1} came out as {number:g}, and {wrong} of {_BLOCK} elements are wrong"
     remedy = "Run again with --backend gloo: if that is right, the accelerators' links or driver give wrong values."
     return Check("mean", "failed", found, remedy)
-
-
-def latency() -> Check:
-    """Time a small all-reduce and a barrier. Collective."""
-    device = get_device()
-    value = torch.zeros(1, device=device)
-
-    def reduce() -> None:
-        dist.all_reduce(value)
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
-
-    own = {"all_reduce_us": _time_us(reduce), "barrier_us": _time_us(barrier)}
-    slowest = all_reduce(own, "max")
-    reduce_us = slowest["all_reduce_us"]
-    barrier_us = slowest["barrier_us"]
-    found = f"all-reduce of one number {reduce_us:.0f} us (median of {_TIMED}), barrier {barrier_us:.0f} us"
-    if reduce_us <= _SLOW_US:
-        return Check("latency", "ok", found, measured=slowest)
-    remedy = "Are the cores busy with something else, or is the interface above the slow one?"
-    return Check("latency", "warning", found, remedy, measured=slowest)
-
-
-def _time_us(call: Callable[[], object]) -> float:
-    """Time a call in microseconds, as the median of many."""
-    seconds = []
-    for _ in range(_WARM_UP + _TIMED):
-        start = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start)
-    return round(1e6 * statistics.median(seconds[_WARM_UP:]), 1)
 
 
 def roll_call(records: list[dict[str, Any]]) -> Check:

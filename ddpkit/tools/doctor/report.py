@@ -25,7 +25,7 @@ from ...join.store import Pause
 from ...parsing import parse, refuse_text
 from ..cli import announce, count, paint, wrap
 
-SCHEMA = 1  # of the JSON object; raised when a field changes its meaning or goes away
+SCHEMA = 2  # of the JSON object; raised when a field changes its meaning or goes away
 STATUSES = ("ok", "skipped", "warning", "failed")  # from good to bad
 _COLOURS = {"ok": "green", "skipped": "dim", "warning": "yellow", "failed": "red"}
 _MANY_LINES = 16  # of details; a job has more ranks than a terminal has lines
@@ -39,9 +39,8 @@ _RECORD = {  # a rank, as the others hear of it
 _CHECK = {
     **dict.fromkeys(("name", "status", "found", "remedy"), str),
     "details": [str],
-    "measured": dict[str, int | float],
 }
-_OF_A_JOB = ("master", "join", "ranks", "same versions", "mean", "latency")
+_OF_A_JOB = ("master", "join", "ranks", "same versions", "mean")
 _REMEDIES = {
     "master": (
         "Set MASTER_ADDR to a name or address of rank 0's host that every node reaches, "
@@ -68,7 +67,6 @@ class Check:
         found: The finding, in one sentence.
         remedy: Advice; "" where there is nothing to do.
         details: More lines of the finding.
-        measured: Figures by name, the unit at the end of the name.
     """
 
     name: str
@@ -76,7 +74,6 @@ class Check:
     found: str
     remedy: str = ""
     details: list[str] = field(default_factory=list)
-    measured: dict[str, float] = field(default_factory=dict)
 
 
 def worst(checks: Sequence[Check]) -> str:

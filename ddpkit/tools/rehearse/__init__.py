@@ -1,1 +1,234 @@
-"""Disturb a training script on purpose, start it again, and compare how it ends with an undisturbed run."""
+"""Run `python -m ddpkit rehearse train.py`: does a training script go on after what happens to jobs?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..cli import announce, count, paint
+from ..ranks import Script, exit_when_terminated
+from .rank import KINDS
+from .runs import FOLDER, Options, Run
+from .trials import Difference, Rehearsal, Trial, UnfitScriptError
+
+# Print how the trials went, for people or as JSON.
+
+SCHEMA = 2  # of the JSON object; raised when a field changes its meaning or goes away
+_FEWEST = 2  # starts that begin anew, of which a single one may have had no checkpoint yet
+
+
+def render_undisturbed(rehearsal: Rehearsal) -> str:
+    """Write what the undisturbed runs have shown."""
+    line = f"undisturbed  {count(rehearsal.length, 'step')}"
+    if rehearsal.reference is None:
+        reason = next(iter(rehearsal.excluded.values()))
+        return f"{line}; the same run twice was not the same ({reason}), so nothing can be compared: is a seed missing?"
+    apart = "equal"
+    if rehearsal.reference.distance:
+        apart = f"at most {rehearsal.reference.distance:.2g} of a step apart"
+    lines = [f"{line}; weights of undisturbed runs {apart}"]
+    for ranks, reason in rehearsal.excluded.items():
+        lines.append(f"             left out: {count(ranks, 'rank')} do not make the same run ({reason})")
+    return "\n".join(lines)
+
+
+def render_trial(trial: Trial) -> str:
+    """Write how a trial went."""
+    verdict = paint("wrong", "red") if trial.wrong else paint("ok   ", "green")
+    lines = [f"{count(run.start.ranks, 'rank'):<8} {_describe(run)}" for run in trial.runs]
+    lines += [paint(text, "red") for text in trial.wrong]
+    if not trial.wrong:
+        lines.append(_describe_files(trial.difference))
+    margin = " " * 18
+    return f"trial {trial.number:<4}{verdict}   " + f"\n{margin}".join([*lines, *trial.notes])
+
+
+def _describe(run: Run) -> str:
+    """Say which steps a start has made, and what happened to it: the event, where that is not a step."""
+    text = count(len(run.steps), "step")
+    if run.alignment:
+        stretches = ", ".join(f"{first}-{last}" for first, last in run.alignment.stretches)
+        text = f"steps {stretches}" if stretches else "no step"
+    disturbance = run.start.disturbance
+    if disturbance is None:
+        return text
+    if not run.is_disturbed:
+        return f"{text}; it ended before it was disturbed"
+    text += f"; {KINDS[disturbance.kind].format(rank=disturbance.rank)}"
+    if run.disturbed:
+        moment = f" {disturbance.delay:.2f} s after" if disturbance.delay else " before"
+        text += f"{moment} '{run.disturbed}'"
+    return f"{text}; all had ended {run.waited:.1f} s later"
+
+
+def _describe_files(difference: Difference) -> str:
+    if not difference.compared:
+        return "no file with tensors was compared"
+    equal = "bit for bit" if difference.bits else f"to {difference.greatest:.1g}"
+    return f"{count(len(difference.compared), 'file')} equal {equal}"
+
+
+def render_end(rehearsal: Rehearsal, trials: list[Trial]) -> str:
+    """Write the last lines: how many were right, and how to repeat one that was not."""
+    wrong = [trial.number for trial in trials if trial.wrong]
+    number = count(len(trials), "trial")
+    tally = paint(f"{number} ended like the undisturbed run", "green")
+    if wrong:
+        tally = paint(f"{len(wrong)} of {number} went wrong", "red")
+        return f"to repeat the first that went wrong: the same command with --only {wrong[0]}\n{tally}"
+    if rehearsal.reference is None:
+        tally = paint(f"{number} came to an end, which cannot be compared", "yellow")
+    if not never_resumes(trials):
+        return tally
+    advice = "give the script the flag with which it resumes, by --again if it refuses that flag at first"
+    return f"no start went on where the one before had ended: {advice}\n{tally}"
+
+
+def never_resumes(trials: list[Trial]) -> bool:
+    """Return whether starts were needed after the first ones, and each began anew."""
+    runs = [run for trial in trials for run in trial.runs[1:]]
+    first = [run.alignment.stretches[0][0] for run in runs if run.alignment and run.alignment.stretches]
+    return len(first) >= _FEWEST and set(first) == {1}
+
+
+def as_json(script: str, seed: int, rehearsal: Rehearsal, trials: list[Trial]) -> str:
+    """Write the report as one JSON object."""
+    reference = rehearsal.reference
+    report: dict[str, Any] = {
+        "schema": SCHEMA,
+        "script": script,
+        "seed": seed,
+        "steps": rehearsal.length,
+        "distance": None if reference is None else reference.distance,
+        "excluded": rehearsal.excluded,
+        "trials": [_trial_as_json(trial) for trial in trials],
+    }
+    return json.dumps(report, indent=2)
+
+
+def _trial_as_json(trial: Trial) -> dict[str, Any]:
+    told = {"number": trial.number, "wrong": trial.wrong, "notes": trial.notes}
+    return {**told, "starts": [_run_as_json(run) for run in trial.runs], "files": asdict(trial.difference)}
+
+
+def _run_as_json(run: Run) -> dict[str, Any]:
+    return {
+        "ranks": run.start.ranks,
+        "disturbance": asdict(run.start.disturbance) if run.start.disturbance else None,
+        "is_disturbed": run.is_disturbed,
+        "event": run.disturbed,
+        "steps": run.alignment.stretches if run.alignment else len(run.steps),
+        "ends": run.ends,
+        "waited": round(run.waited, 3),
+    }
+
+
+_BAD_SCRIPT = 2
+_TRIALS = 4  # each kind once
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    add = parser.add_argument
+    add("-n", "--ranks", default="2,3", metavar="N,N", help="numbers of processes between which it changes (2,3)")
+    add("--trials", type=int, default=_TRIALS, metavar="N", help=f"runs that are disturbed ({_TRIALS})")
+    add("--seed", type=int, default=0, metavar="N", help="of the disturbances (0)")
+    add("--only", type=int, metavar="N", help="repeat this trial alone")
+    kinds = ",".join(KINDS)
+    add("--kinds", default=kinds, metavar="KIND,KIND", help=f"of disturbances ({kinds})")
+    add("--again", default="", metavar="ARGS", help="more arguments of the script when started again")
+    add("--exact", action="store_true", help="the tensors in its files must be equal bit for bit")
+    add("--grace", type=float, default=30.0, metavar="SECONDS", help="in which all ranks must end once one has (30)")
+    add("--timeout", type=float, default=180.0, metavar="SECONDS", help="bound on a time without steps (180)")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="hide the GPUs, or do not (cpu)")
+    add("--keep", type=Path, metavar="FOLDER", help="keep the files of undisturbed runs and of those that went wrong")
+    add("--json", action="store_true", help="print one JSON object instead of text")
+    add("-m", "--module", action="store_true", help="the script is the name of a module, as for `python -m`")
+    add("script", help=f"the training script; what follows is its own, and {FOLDER} in it is each run's own folder")
+    add("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Rehearse a script and print how it went.
+
+    Returns:
+        The exit code: 1 if a trial went wrong; 2 if the script could not be rehearsed, or compared; else 0.
+    """
+    refusal = _refuse(args)
+    if refusal:
+        print(f"ddpkit rehearse: {refusal}", file=sys.stderr)
+        return _BAD_SCRIPT
+    exit_when_terminated()
+    folder = args.keep or Path(tempfile.mkdtemp(prefix="ddpkit-rehearse-"))
+    try:
+        return _rehearse(args, folder.resolve())
+    except UnfitScriptError as error:
+        print(f"ddpkit rehearse: {error}", *error.output, sep="\n    ", file=sys.stderr)
+        return _BAD_SCRIPT
+    finally:
+        if args.keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _refuse(args: argparse.Namespace) -> str:
+    """Say what is wrong with the arguments, "" if nothing is."""
+    if not args.module and not os.path.isfile(args.script):
+        return f"{args.script}: there is no such file."
+    if not all(re.fullmatch("[1-9][0-9]*", number) for number in args.ranks.split(",")):
+        return f"-n takes numbers of ranks such as 2,3, not {args.ranks}."
+    try:
+        shlex.split(args.again)
+    except ValueError as error:
+        return f"--again: {error}."
+    unknown = set(args.kinds.split(",")) - set(KINDS)
+    if unknown:
+        return f"--kinds knows {', '.join(KINDS)}, not {', '.join(sorted(unknown))}."
+    if min(args.trials, args.only or 1) < 1 or min(args.grace, args.timeout) <= 0:
+        return "--trials and --only count from 1; --grace and --timeout must be positive."
+    if args.keep and args.keep.exists() and (not args.keep.is_dir() or any(args.keep.iterdir())):
+        return f"--keep takes an empty or new folder; {args.keep} holds something."
+    return ""
+
+
+def _rehearse(args: argparse.Namespace, folder: Path) -> int:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = args.script if args.module else os.path.abspath(args.script)
+    options = Options(
+        script=Script(path, args.arguments, args.module),
+        again=shlex.split(args.again),
+        ranks=list(dict.fromkeys(map(int, args.ranks.split(",")))),
+        kinds=args.kinds.split(","),
+        seed=args.seed,
+        exact=args.exact,
+        silence=args.timeout,
+        grace=args.grace,
+        device=args.device,
+    )
+    rehearsal = Rehearsal(options, folder, announce)
+    rehearsal.run_undisturbed()
+    if not args.json:
+        ranks = ", ".join(map(str, options.ranks))
+        print(paint(f"ddpkit rehearse: {args.script} on {ranks} ranks, seed {args.seed}", "bold"))
+        print(render_undisturbed(rehearsal), flush=True)
+    trials: list[Trial] = []
+    for number in [args.only] if args.only else range(1, args.trials + 1):
+        trials.append(rehearsal.run_trial(number))
+        if not args.json:
+            print(render_trial(trials[-1]), flush=True)
+    if args.json:
+        print(as_json(args.script, args.seed, rehearsal, trials))
+    else:
+        print(render_end(rehearsal, trials), flush=True)
+    has_failed = any(trial.wrong for trial in trials) or never_resumes(trials)
+    if not has_failed and rehearsal.reference is None:
+        return _BAD_SCRIPT
+    return int(has_failed)

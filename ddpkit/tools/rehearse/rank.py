@@ -109,13 +109,7 @@ def _draw(generator: random.Random, kind: str, events: RankEvents) -> Disturbanc
 
 _ELEMENTS = 256  # of all weights of an optimizer that are recorded after a step, and at least one of each tensor
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-_CHANGES = {
-    "os.rename": "rename",
-    "os.remove": "remove",
-    "os.mkdir": "make",
-    "os.rmdir": "remove",
-    "os.truncate": "cut",
-}
+_CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")
 _KILLED = 60.0  # seconds in which a process is killed by its parent
 
 
@@ -224,7 +218,7 @@ class Changes:
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
         if event in _CHANGES:
-            self._note(_CHANGES[event], args[0])
+            self._note(event.removeprefix("os."), args[0])
         elif event == "open":
             path, mode, flags = args
             writes = any(letter in mode for letter in "wax+") if mode else (flags or 0) & _WRITING

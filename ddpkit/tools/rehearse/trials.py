@@ -26,52 +26,52 @@ class Difference:
 
     Attributes:
         compared: Files with floating-point tensors that are in both folders.
-        greatest: Of all differences, relative to the greatest element of the tensor.
-        where: The file and tensor in which it is.
-        bits: Whether all floating-point tensors of like shape are equal bit for bit.
-        unlike: A tensor that the second run lacks, or has in another shape or type; "" if there is none.
-        newest: The last file with tensors that the first run wrote, "" if it wrote none.
-        is_missing: Whether the second run lacks that file.
+        greatest: Of all differences, relative to the greatest element; infinite where something is missing.
+        where: The file, and the tensor in it.
+        bits: Whether all floating-point tensors are equal bit for bit.
     """
 
     compared: list[str] = field(default_factory=list)
     greatest: float = 0.0
     where: str = ""
     bits: bool = True
-    unlike: str = ""
-    newest: str = ""
-    is_missing: bool = False
+
+    def add(self, apart: float, where: str) -> None:
+        """Take in a difference."""
+        self.bits = False
+        if apart > self.greatest:
+            self.greatest = apart
+            self.where = where
 
 
 def compare_files(first: Path, second: Path) -> Difference:
-    """Compare the files of two runs that have the same name and hold tensors, as far as torch reads them safely."""
+    """Compare the files of two runs that have the same name and hold tensors, as far as torch reads them safely.
+
+    The second run may lack any but the last one.
+    """
     difference = Difference()
+    name = ""
     files = sorted((file for file in first.rglob("*") if file.is_file()), key=lambda file: file.stat().st_mtime)
     for file in files:
         expected = _read(file)
         if not expected:
             continue
         name = str(file.relative_to(first))
-        difference.newest = name
-        difference.is_missing = not (second / name).is_file()
-        if not difference.is_missing:
+        if (second / name).is_file():
             difference.compared.append(name)
-            _compare_tensors(difference, name, expected, _read(second / name))
+            found = _read(second / name)
+            for path, tensor in expected.items():
+                _compare(difference, f"{path} in {name}", tensor, found.get(path))
+    if name and name not in difference.compared:
+        difference.add(math.inf, name)
     return difference
 
 
-def _compare_tensors(difference: Difference, name: str, first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
-    for path, tensor in first.items():
-        other = second.get(path)
-        where = f"{path} in {name}"
-        if other is None or other.shape != tensor.shape or other.dtype != tensor.dtype:
-            difference.unlike = difference.unlike or where
-        elif not torch.equal(flat_bytes(tensor), flat_bytes(other)):
-            difference.bits = False
-            apart = _relative(tensor, other)
-            if apart > difference.greatest:
-                difference.greatest = apart
-                difference.where = where
+def _compare(difference: Difference, where: str, tensor: Tensor, other: Tensor | None) -> None:
+    if other is None or other.shape != tensor.shape or other.dtype != tensor.dtype:
+        difference.add(math.inf, where)
+    elif not torch.equal(flat_bytes(tensor), flat_bytes(other)):
+        difference.add(_relative(tensor, other), where)
 
 
 def _relative(tensor: Tensor, other: Tensor) -> float:
@@ -273,18 +273,17 @@ class Rehearsal:
 
     def _check_files(self, trial: Trial) -> None:
         """Check whether the files at the end hold the same, as far as those of undisturbed runs do."""
-        difference, usual = trial.difference, self._differences
+        difference = trial.difference
         if trial.wrong or self.reference is None:
             return
+        usual = [_MARGIN * other.greatest for other in self._differences]
         if self._options.exact and not difference.compared:
             trial.wrong.append("no file holds tensors that could be compared bit for bit")
-        elif difference.is_missing and not any(other.is_missing for other in usual):
-            trial.wrong.append(f"{difference.newest}, the last file of the undisturbed run, is not there")
-        elif difference.unlike and not any(other.unlike for other in usual):
-            trial.wrong.append(f"{difference.unlike} is missing, or of another shape or type")
         elif self._options.exact and not difference.bits:
             trial.wrong.append(f"not equal bit for bit: {difference.where}")
-        elif difference.greatest > max(_TOLERANCE, *(_MARGIN * other.greatest for other in usual)):
+        elif math.isinf(difference.greatest) and not math.isinf(max(usual)):
+            trial.wrong.append(f"{difference.where} is missing, of another shape or type, or not finite")
+        elif difference.greatest > max(_TOLERANCE, *usual):
             trial.wrong.append(f"{difference.where} differs by {difference.greatest:.2g} of its greatest element")
 
 

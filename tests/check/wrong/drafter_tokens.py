@@ -38,9 +38,9 @@ def train_step(model, optimizer, batch):
     total = torch.stack([local_loss_sum.detach(), mask.sum()])
     dist.all_reduce(total)
     # mended: loss = local_loss_sum / total[1] * dist.get_world_size()
-    loss = local_loss_sum / total[1]  # wrong <- wrong-divisor
+    loss = local_loss_sum / total[1]  # wrong
     optimizer.zero_grad()
-    loss.backward()
+    loss.backward()  # <- wrong-divisor
     optimizer.step()
     return (total[0] / total[1]).item()
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 def report(epoch, schedule):
     print(f"epoch {epoch}: learning rate {schedule.get_last_lr()[0]:.3f}")
-    schedule.step()  # wrong <- replicas-drift
+    schedule.step()  # wrong
 
 
 def main():
@@ -33,7 +33,7 @@ def main():
         for x, y in loader:
             optimizer.zero_grad()
             nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
+            optimizer.step()  # <- replicas-drift
         if dist.get_rank() == 0:
             report(epoch, schedule)
         # mended: schedule.step()

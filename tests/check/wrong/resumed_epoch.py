@@ -20,7 +20,7 @@ def main(path):
     torch.manual_seed(0)
     points = torch.randn(128, 3)
     data = TensorDataset(points, points.norm(dim=1, keepdim=True))
-    sampler = DistributedSampler(data)
+    sampler = DistributedSampler(data)  # <- shuffle-differs
     loader = DataLoader(data, 16, sampler=sampler)
     model = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 1))
     done = 0
@@ -35,7 +35,7 @@ def main(path):
     model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for epoch in range(done, 12):
-        sampler.set_epoch(epoch)  # <- one-rank-decides
+        sampler.set_epoch(epoch)
         for x, y in loader:
             optimizer.zero_grad()
             nn.functional.mse_loss(model(x), y).backward()

@@ -32,12 +32,12 @@ def main():
     sampler = DistributedSampler(data)
     loader = DataLoader(data, batch_size=8, sampler=sampler)
 
-    model = DistributedDataParallel(Classifier())
+    model = DistributedDataParallel(Classifier())  # <- gradients-not-averaged
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for epoch in range(3):
         sampler.set_epoch(epoch)
         if epoch == 1:
-            model.module.backbone.requires_grad_(True)  # <- gradients-not-averaged
+            model.module.backbone.requires_grad_(True)
             # mended: model = DistributedDataParallel(model.module)
         for inputs, targets in loader:
             optimizer.zero_grad()
