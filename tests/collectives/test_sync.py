@@ -159,7 +159,7 @@ def break_and_end() -> str:
         session = current_job.current_session()
         key = sync._key(session, "barrier", "broken")
         broken = StoreBarrier(session, range(len(session.hosts)), key, timedelta(seconds=1))
-        session.store.add(broken.counter, store_barrier._BROKEN)  # and never comes to say why
+        session.store.add(broken.counter, store_barrier._BROKEN_FLAG)  # and never comes to say why
         ddpkit.barrier()
         return ""
     error, _ = caught(ddpkit.barrier, "broken")
