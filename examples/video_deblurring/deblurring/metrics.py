@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import logging
 import math
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-import ddpkit
-
-log = logging.getLogger(__name__)
 NAMES = ("psnr", "ssim", "psnr_y", "ssim_y")
 
 
@@ -28,27 +22,6 @@ def measure(frame: Tensor, sharp: Tensor) -> dict[str, float]:
     one, other = as_image(frame), as_image(sharp)
     y, other_y = luminance(one), luminance(other)
     return dict(zip(NAMES, [psnr(one, other), ssim(one, other), psnr(y, other_y), ssim(y, other_y)], strict=True))
-
-
-def find_lpips(device: torch.device) -> nn.Module | None:
-    """Make the network that LPIPS compares by, if every rank has the package `lpips` and its weights. Collective."""
-    network = None
-    if importlib.util.find_spec("lpips"):
-        try:
-            import lpips  # and with it torchvision, which may be another torch's
-
-            network = lpips.LPIPS(net="alex", verbose=False).eval().to(device)
-        except Exception as error:  # it fetches weights
-            log.warning("lpips is installed, but cannot be used: %r", error)
-    found = ddpkit.all_gather_object(network is not None)
-    return network if all(found) else None
-
-
-@torch.no_grad()
-def lpips_of(network: nn.Module, frame: Tensor, sharp: Tensor) -> float:
-    """Compare two frames of shape (3, height, width), in [0, 1]: 0 is equal."""
-    one, other = (as_image(values).float()[None] / 127.5 - 1 for values in (frame, sharp))
-    return float(network(one, other))
 
 
 def as_image(frames: Tensor) -> Tensor:

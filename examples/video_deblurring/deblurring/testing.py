@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 import ddpkit
 from deblurring.data import Clip, find_clips
-from deblurring.metrics import as_image, find_lpips, lpips_of, measure
+from deblurring.metrics import as_image, measure
 from deblurring.networks import as_float, inject_detail
 from deblurring.pictures import Picture, save, save_film, strip, thumbnail
 from deblurring.tiles import count_tiles, restore
@@ -47,18 +47,13 @@ class Report:
         return _mean([self.clip(name) for name in self.frames])
 
     def table(self) -> str:
-        """Write PSNR in dB, SSIM and, if there is, LPIPS of every clip as Markdown."""
+        """Write PSNR in dB and SSIM of every clip as Markdown."""
         average = self.mean()
         kinds = list(average)
-        metrics = [name for name in ("psnr", "ssim", "lpips") if name in average["restored"]]
-        names = " / ".join(name.upper() for name in metrics)
-        heads = ["clip", *(f"{kind} {names}" for kind in kinds), *(f"gain over {kind}" for kind in kinds[:-1])]
+        heads = ["clip", *(f"{kind} PSNR / SSIM" for kind in kinds), *(f"gain over {kind}" for kind in kinds[:-1])]
         lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
         for name, scores in {**{name: self.clip(name) for name in self.frames}, "mean": average}.items():
-            cells = [name]
-            for kind in kinds:
-                digits = [f"{scores[kind][metric]:.{2 if metric == 'psnr' else 4}f}" for metric in metrics]
-                cells.append(" / ".join(digits))
+            cells = [name, *(f"{scores[kind]['psnr']:.2f} / {scores[kind]['ssim']:.4f}" for kind in kinds)]
             cells += [f"{scores['restored']['psnr'] - scores[kind]['psnr']:+.2f} dB" for kind in kinds[:-1]]
             lines.append(f"| {' | '.join(cells)} |")
         return "\n".join(lines)
@@ -99,12 +94,11 @@ def test(
     ddpkit.sync_buffers(net)  # each rank has its own statistics of batches
     net = ddpkit.unwrap_model(net)  # ranks have different numbers of clips, and DDP's forward may wait
     mine = list(ddpkit.DistributedEvalSampler(clips))
-    lpips = find_lpips(device)
     tiles = [count_tiles(len(clip), *clip.shapes["L"][:2], opt) for clip in clips]
     no_bar = None if ddpkit.is_main_process() else True  # None: a bar if there is a terminal
     bar = tqdm(total=sum(tiles[i] for i in mine), desc="test", unit="tile", leave=False, disable=no_bar)
     with bar, evaluating(net):
-        found = [_test_clip(net, clips[i], opt, device, images, label, lpips, bar) for i in mine]
+        found = [_test_clip(net, clips[i], opt, device, images, label, bar) for i in mine]
     results = ddpkit.gather_exact(found, mine, len(clips))
     names = [clip.name for clip in clips]
     frames, pictures = ({name: result[i] for name, result in zip(names, results, strict=True)} for i in (0, 1))
@@ -144,7 +138,6 @@ def _test_clip(
     device: torch.device,
     images: Path,
     label: str,
-    lpips: nn.Module | None,
     bar: tqdm,
 ) -> tuple[Frames, Picture]:
     begun = time.perf_counter()
@@ -156,9 +149,6 @@ def _test_clip(
     for number in numbers:
         shown, sharp = _show(parts, restored, number, device)
         scores[clip.names[number]] = {what: measure(frame, sharp) for what, frame in shown.items()}
-        if lpips is not None:
-            for what, frame in shown.items():
-                scores[clip.names[number]][what]["lpips"] = lpips_of(lpips, frame, sharp)
 
     def picture(number: int) -> Picture:
         shown, sharp = _show(parts, restored, number, device)
