@@ -63,8 +63,6 @@ def read_settings() -> argparse.Namespace:
     add("--stop-after", type=int, help="optimiser step after which to save and stop, before a time limit for example")
     add("--resume", action="store_true", help="go on from the last checkpoint in the folder, if there is one")
     args = parser.parse_args()
-    if min(args.epochs, args.batch_size, args.accumulate, args.save_every) < 1 or args.lr <= 0 or args.warm_up < 0:
-        parser.error("--epochs, --batch-size, --accumulate and --save-every count from 1, --lr > 0, --warm-up >= 0")
     if args.deterministic and (args.keep, args.accumulate) != ("global", 1):
         parser.error(
             "--deterministic has a global batch and micro-batches of its own: leave out --keep and --accumulate"
@@ -142,10 +140,6 @@ def main(args: argparse.Namespace, job: ddpkit.Context, stop: ddpkit.Stop) -> No
     step = saved["step"] if saved else 0
     if args.resume:
         log.info(f"resumed after step {step} of {steps}" if saved else "nothing to resume: starting anew")
-
-    if step >= steps:
-        log.info("nothing is left to train: all %d epochs are done", args.epochs)
-        return
 
     writer = SummaryWriter(args.folder, purge_step=step) if ddpkit.is_main_process() else None
     no_bar = None if writer else True  # None: a bar if there is a terminal

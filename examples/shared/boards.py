@@ -20,11 +20,8 @@ log = logging.getLogger("trainer")
 class Boards:
     """Where a run's numbers and pictures go; the main process sends them. Collective.
 
-    Args:
-        step: The last step before this part of the run; what TensorBoard has of later ones is hidden.
-        tensorboard: Folder of TensorBoard's files, if there are to be some.
-        wandb: What `wandb.init` takes, if that is to be called. The key is the environment's `WANDB_API_KEY`.
-        run_id: `run_id` of the part before, so that Weights & Biases goes on with that run.
+    That is TensorBoard's folder, where what there is of steps after `step` is hidden, and Weights & Biases, which goes
+    on with the run of `run_id`; `wandb` is what `wandb.init` takes. Its key is the environment's `WANDB_API_KEY`.
     """
 
     def __init__(

@@ -19,7 +19,6 @@ import ddpkit
 
 log = logging.getLogger("trainer")
 FORMAT = logging.Formatter("%(asctime)s.%(msecs)03d : %(message)s", "%y-%m-%d %H:%M:%S")
-LAUNCHER_ARGUMENTS = ("--local-rank", "--local_rank", "--launcher", "--dist")
 NO_STEP = 2**62
 
 
@@ -40,27 +39,17 @@ EXPECTED = (UserError, ddpkit.CheckpointError)
 
 
 def find_class(setting: str, name: str) -> Callable[..., torch.nn.Module]:
-    """Import a class of the user's, from the folder in which the program was started, too.
-
-    Args:
-        setting: Where the user has named it.
-        name: "package.module:Class".
-
-    Raises:
-        UserError: If it is not there.
-    """
+    """Import a class of the user's, "package.module:Class", from the folder in which the program was started, too."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     module, _, kind = name.partition(":")
     try:
         return getattr(importlib.import_module(module), kind)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # also of the user's own code, such as a CUDA extension that cannot be loaded
         raise UserError(
-            f"{setting}: cannot find {name}: {error}; start in the folder that holds {module.partition('.')[0]}, put "
-            "that folder on PYTHONPATH, or install the package"
+            f"{setting}: cannot import {name}: {type(error).__name__}: {error}; if it is not found, start in the "
+            f"folder that holds {module.partition('.')[0]}, put that folder on PYTHONPATH, or install the package"
         ) from error
-    except Exception as error:  # of the user's own code, such as a CUDA extension that cannot be loaded
-        raise UserError(f"{setting}: {module} cannot be imported: {type(error).__name__}: {error}") from error
 
 
 @contextmanager
@@ -76,14 +65,7 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 def check_shape(setting: str, found: torch.Tensor, expected: Sequence[int], names: str) -> None:
-    """Raise if a network of the user's returns another shape: a loss would broadcast it without a word.
-
-    Args:
-        setting: Where the user has named the network.
-        found: What it returns.
-        expected: The shape that it must have.
-        names: Of its dimensions.
-    """
+    """Raise if a network of the user's returns another shape: a loss would broadcast it without a word."""
     if tuple(found.shape) != tuple(expected):
         raise UserError(
             f"{setting}: the network must return {names}, here {tuple(expected)}, but it returned {tuple(found.shape)}"
@@ -91,16 +73,11 @@ def check_shape(setting: str, found: torch.Tensor, expected: Sequence[int], name
 
 
 class Parser(argparse.ArgumentParser):
-    """Read a command line, passing over what launchers add to it: the environment says it, too.
-
-    Args:
-        description: The program's docstring, for `--help`.
-    """
+    """Read a command line, passing over what launchers add to it: the environment says it, too."""
 
     def __init__(self, description: str) -> None:
-        formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(description=description, formatter_class=formatter)
-        self.add_argument(*LAUNCHER_ARGUMENTS, help=argparse.SUPPRESS)
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self.add_argument("--local-rank", "--local_rank", "--launcher", "--dist", help=argparse.SUPPRESS)
 
     def error(self, message: str) -> NoReturn:
         """Raise what is wrong, so that several ranks say it once."""
@@ -119,9 +96,6 @@ def one_message(formatter: logging.Formatter = FORMAT) -> Iterator[None]:
     `ddpkit.distributed()` belongs inside, so that all ranks hear of an error that leaves it. The exit status is 2
     after what a user can put right, 130 after Ctrl-C, and 1 after any other error, whose traceback is shown by the
     rank that met it.
-
-    Args:
-        formatter: Of what goes to the terminal.
     """
     console = logging.StreamHandler()
     console.setFormatter(formatter)
@@ -197,13 +171,9 @@ def _close_log_files() -> None:
 
 
 def stop_if_not_finite(first_bad: torch.Tensor, step: int, model: torch.nn.Module, advice: str) -> None:
-    """Raise on every rank if a loss or the weights are no finite numbers any more. Collective.
+    """Raise on every rank if a loss or the weights are no finite numbers any more after a step. Collective.
 
-    Args:
-        first_bad: The first step, from 1, in which this rank has met such a loss, or `NO_STEP`.
-        step: The last step.
-        model: The model after it.
-        advice: What the user may do.
+    `first_bad` is the first step, from 1, in which this rank has met such a loss, or `NO_STEP`.
     """
     first = int(first_bad)
     if not all(weights.isfinite().all() for weights in model.parameters()):

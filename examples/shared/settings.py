@@ -8,12 +8,12 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from difflib import SequenceMatcher
+from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from shared.program import UserError
+from shared.program import UserError, user_error
 
 log = logging.getLogger("trainer")
 REQUIRED = ...
@@ -52,11 +52,7 @@ def flag(default: bool = False) -> Setting:
 
 
 def count(default: Any = REQUIRED, low: int = 1) -> Setting:
-    return Setting(
-        f"a whole number of at least {low}",
-        lambda value: type(value) is int and value >= low,
-        default,
-    )
+    return Setting(f"a whole number of at least {low}", lambda value: type(value) is int and value >= low, default)
 
 
 def number(default: Any = REQUIRED, interval: str = "[0, inf)") -> Setting:
@@ -64,20 +60,17 @@ def number(default: Any = REQUIRED, interval: str = "[0, inf)") -> Setting:
     low, high = map(float, interval[1:-1].split(","))
 
     def fits(value: Any) -> bool:
-        if type(value) not in (int, float) or not low <= value <= high:
+        if type(value) not in (int, float) or (value == low and interval[0] == "("):
             return False
-        if value == low:
-            return interval.startswith("[")
-        return value != high or interval.endswith("]")
+        return low <= value < high or (value == high and interval[-1] == "]")
 
     return Setting(f"a number in {interval}", fits, default)
 
 
 def choice(*values: Any, default: Any = None) -> Setting:
     """Take one of some values; the first is the default, if no other is given."""
-    if default is None:
-        default = values[0]
-    return Setting(" or ".join(map(repr, values)), lambda value: value in values, default)
+    expected = " or ".join(map(repr, values))
+    return Setting(expected, lambda value: value in values, values[0] if default is None else default)
 
 
 def many(one: Setting, default: Any = REQUIRED, empty: bool = True) -> Setting:
@@ -90,34 +83,27 @@ def many(one: Setting, default: Any = REQUIRED, empty: bool = True) -> Setting:
     return Setting(f"a list{some}, each of it {one.expected}", fits, default)
 
 
+def betas(default: list[float]) -> Setting:
+    one = number(interval="[0, 1)")
+    return Setting("two numbers in [0, 1)", lambda value: many(one).fits(value) and len(value) == 2, default)
+
+
 def or_null(one: Setting) -> Setting:
-    return replace(
-        one,
-        expected=f"{one.expected}, or null",
-        fits=lambda value: value is None or one.fits(value),
-        default=None,
-    )
+    return Setting(f"{one.expected}, or null", lambda value: value is None or one.fits(value), None)
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """Read a file of JSON with `//` comments.
-
-    Raises:
-        UserError: If that is not what it is.
-    """
-    try:
-        return parse(Path(path).read_text(), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the settings in {path}: {error}") from error
+    """Read a file of JSON with `//` comments."""
+    with user_error(f"cannot read the settings in {path}", OSError, UnicodeDecodeError):
+        source = Path(path).read_text()
+    return parse(source, str(path))
 
 
 def parse(source: str, name: str) -> dict[str, Any]:
     """Read JSON with `//` comments; what looks like one inside a text is left alone."""
     plain = _TEXT_OR_COMMENT.sub(lambda match: match[1] or "", source)
-    try:
+    with user_error(f"{name} is not JSON with // comments", ValueError):
         content = json.loads(plain, object_pairs_hook=_once)
-    except ValueError as error:
-        raise UserError(f"{name} is not JSON with // comments: {error}") from error
     if not isinstance(content, dict):
         raise UserError(f"{name} must hold an object: {{ … }}")
     return content
@@ -145,19 +131,12 @@ def read_arguments(arguments: Iterable[str]) -> dict[str, Any]:
 
 
 def fill_in(
-    table: Table,
-    layers: Mapping[str, Mapping[str, Any]],
-    aliases: Mapping[str, str] | None = None,
+    table: Table, layers: Mapping[str, Mapping[str, Any]], aliases: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Make settings of what was given, the later the stronger, and of the defaults.
+    """Make settings of what was given, flat or in sections, the later the stronger, and of the defaults.
 
-    Args:
-        table: The settings that there are, and what the original has besides.
-        layers: What was given, flat or in sections, by where it stands; on the command line values are texts.
-        aliases: Other beginnings of names: what to write in their place.
-
-    Raises:
-        UserError: Naming everything that is wrong, where it stands, and what may have been meant.
+    Layers are named by where they stand; on the command line values are texts. Aliases are other beginnings of names.
+    Everything that is wrong is raised at once, with where it stands and what may have been meant.
     """
     known = {key: setting for key, setting in table.items() if not isinstance(setting, Absent)}
     settings = {key: copy.deepcopy(setting.default) for key, setting in known.items()}
@@ -209,17 +188,13 @@ def _renamed(given: Iterable[tuple[str, Any]], aliases: Mapping[str, str], sourc
 def _unknown(key: str, table: Table) -> str:
     if any(known.startswith(f"{key}.") for known in table):
         return f"{key} must be a section: {{ … }}"
-    near = max(table, key=lambda known: _likeness(key, known))
-    if _likeness(key, near) < 0.6:
-        return f"{key} is unknown"
-    return f"{key} is unknown; did you mean {near}?"
-
-
-def _likeness(key: str, known: str) -> float:
-    """Compare two names in whole, or but for the first sections of the known one."""
-    parts = known.split(".")
-    endings = [".".join(parts[first:]) for first in range(len(parts))]
-    return max(SequenceMatcher(None, key, ending).ratio() for ending in endings)
+    endings = {}  # of the known names, in whole and without their first sections
+    for known in table:
+        parts = known.split(".")
+        for first in range(len(parts)):
+            endings.setdefault(".".join(parts[first:]), known)
+    near = get_close_matches(key, endings, 1)
+    return f"{key} is unknown; did you mean {endings[near[0]]}?" if near else f"{key} is unknown"
 
 
 def _typed(given: Any, setting: Setting) -> Any:

@@ -18,7 +18,7 @@ import secrets
 
 import torch
 from deblurring.checkpoints import find_newest, load_weights, restore_set, save_set
-from deblurring.data import Crops, find_clips, span
+from deblurring.data import Crops, find_clips
 from deblurring.networks import as_float, inputs, make_network
 from deblurring.options import Options, redacted
 from deblurring.running import Speed, count_workers, open_boards, open_folder, run
@@ -43,8 +43,10 @@ BAD_LOSS = "a smaller train.G_optimizer_lr, train.G_optimizer_clipgrad, or train
 
 def main(opt: Options, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
     data, train = opt["datasets"]["train"], opt["train"]
-    plan = plan_batches(opt, job.world_size)
-    clips = find_clips(data, span(data), opt["scale"])
+    size, lr, keep = data["dataloader_batch_size"], train["G_optimizer_lr"], data["dataloader_batch_size_is"]
+    with user_error("datasets.train.dataloader_batch_size", ValueError):
+        plan = ddpkit.ScalePlan(size, lr, job.world_size, keep=keep, rule="none", accumulation=train["accumulation"])
+    clips = find_clips(data, (data["num_frame"] - 1) * max(data["interval_list"]) + 1, opt["scale"])
     test_clips = find_test_clips(opt)
     folder = open_folder(opt)
     log.info("%s\nwriting to %s\n%s", json.dumps(redacted(opt), indent=2), folder, plan)
@@ -53,25 +55,18 @@ def main(opt: Options, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
         log.warning("total_iter ends inside a period of the schedule: %s", then)
 
     found = find_newest(folder / "models")
-    seed = train["manual_seed"] if train["manual_seed"] is not None else secrets.randbits(31)
-    if found and train["manual_seed"] is None:
-        seed = found.saved["seed"]
-    seed = ddpkit.broadcast(seed)  # rank 0's: ranks with seeds of their own would not share an order
+    seed = train["manual_seed"]
+    if seed is None:  # rank 0 draws it: ranks with seeds of their own would not share an order
+        seed = found.saved["seed"] if found else ddpkit.broadcast(secrets.randbits(31))
     ddpkit.seed_everything(seed)
     crops = Crops(clips, data, seed, opt["scale"])
     if len(crops) < plan.per_rank_batch_size * job.world_size:
         raise UserError(f"an epoch's {len(crops)} crops do not fill one batch of all ranks: lower the batch size")
-    loader = ddpkit.make_loader(
-        crops,
-        plan.per_rank_batch_size,
-        shuffle=data["dataloader_shuffle"],
-        seed=seed,
-        drop_last=True,
-        num_workers=count_workers(data["dataloader_num_workers"]),
-        pin_memory=data["dataloader_pin_memory"],
-        persistent_workers=data["dataloader_persistent_workers"],
-        prefetch_factor=data["dataloader_prefetch_factor"],
-    )
+    names = ("shuffle", "pin_memory", "persistent_workers", "prefetch_factor")
+    how = {name: data[f"dataloader_{name}"] for name in names}
+    how |= {"seed": seed, "drop_last": True, "num_workers": count_workers(data["dataloader_num_workers"])}
+    with user_error("datasets.train.dataloader", ValueError):
+        loader = ddpkit.make_loader(crops, plan.per_rank_batch_size, **how)
 
     net = make_network(opt).to(job.device)
     if opt["path"]["pretrained_netG"] and not found:
@@ -146,8 +141,9 @@ def main(opt: Options, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
             if due:
                 stop_if_not_finite(first_bad, step, net, BAD_LOSS)
             if "print" in due:
-                loss, waits = ddpkit.all_reduce_mean((loss_sum.item() / speed.steps, speed.waits()))
-                rate = ddpkit.all_reduce(speed.rate())
+                loss = loss_sum.item() / speed.steps
+                rate, waits = speed.measured()
+                loss, waits, rate = ddpkit.all_reduce_mean((loss, waits, rate * job.world_size))
                 log.info(f"{here}, lr:{lr:.3e}> G_loss: {loss:.3e} images/s: {rate:.1f} waits: {waits:.1%}")
                 boards.add({"G_loss": loss, "lr": lr, "images/s": rate, "waits": waits}, step)
                 loss_sum = torch.zeros_like(loss_sum)
@@ -174,21 +170,6 @@ def main(opt: Options, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
         log.info("stopped after iteration %d of %d: the same command goes on", step, train["total_iter"])
     else:
         log.info("done: %d iterations; with a greater total_iter the same command goes on", step)
-
-
-@user_error("datasets.train.dataloader_batch_size", ValueError)
-def plan_batches(opt: Options, world_size: int) -> ddpkit.ScalePlan:
-    """Whose batch `dataloader_batch_size` is, and what that makes per rank and in all."""
-    data, train = opt["datasets"]["train"], opt["train"]
-    keep, accumulation = data["dataloader_batch_size_is"], train["accumulation"]
-    return ddpkit.ScalePlan(
-        data["dataloader_batch_size"],
-        train["G_optimizer_lr"],
-        world_size,
-        keep=keep,
-        rule="none",
-        accumulation=accumulation,
-    )
 
 
 def train_until_stopped(opt: Options, job: ddpkit.Context) -> int:

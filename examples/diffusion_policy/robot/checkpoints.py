@@ -34,25 +34,17 @@ from .samples import Statistics
 def new_run(config: Config) -> Path:
     """Makes the folder of a new run, named by the time; it asks nothing, for nobody may be there to answer."""
     parent, name = Path(config["train.output_dir"], config["experiment.name"]), time.strftime("%Y%m%d%H%M%S")
-    folder, again = parent / name, 1
-    parent.mkdir(parents=True, exist_ok=True)
-    while True:
-        try:
-            folder.mkdir()
-            break
-        except FileExistsError:  # two runs in one second
-            folder, again = parent / f"{name}_{again}", again + 1
+    folder, again = parent / name, 0
+    while folder.exists():  # two runs in one second
+        folder, again = parent / f"{name}_{again + 1}", again + 1
+    folder.mkdir(parents=True)
     for part in ("models", "logs", "videos"):
         (folder / part).mkdir()
     return folder
 
 
 def find_run(config: Config) -> Path:
-    """The folder of the run to go on with.
-
-    Raises:
-        CheckpointError: If it holds no checkpoint.
-    """
+    """Return the folder of the run to go on with."""
     folder = Path(config["train.resume"])
     if not any((folder / "checkpoints").glob("step-*.pt")):
         raise ddpkit.CheckpointError(
@@ -73,15 +65,7 @@ def record(folder: Path, config: Config) -> None:
 
 
 def publish(checkpoint: Path, folder: Path, config: Config, epoch: int, news: dict[str, float]) -> None:
-    """Give a checkpoint the other names that it deserves; each file is whole at any moment.
-
-    Args:
-        checkpoint: The newest one.
-        folder: Of the run.
-        config: Says what is saved.
-        epoch: After which it was saved.
-        news: What this epoch has brought: "validation/loss" and "rollout/success_rate", if they are known.
-    """
+    """Give a checkpoint the other names that it deserves by epoch and news; each file is whole at any moment."""
     save, models = "experiment.save.", folder / "models"
     copy(checkpoint, folder / "last.pth")
     if due(epoch, config[f"{save}every_n_epochs"], config["train.num_epochs"]):
@@ -110,14 +94,7 @@ def copy(checkpoint: Path, name: Path) -> None:
 
 
 def load_policies(path: Path) -> tuple[dict[str, DiffusionPolicy], dict[str, Any]]:
-    """The policies in a checkpoint: "ema", if there is one, and "raw". Collective.
-
-    Returns:
-        They, and what else the checkpoint holds.
-
-    Raises:
-        CheckpointError: If it cannot be read, or is of another program or version.
-    """
+    """The policies in a checkpoint, "ema", if there is one, and "raw", and what else it holds. Collective."""
     saved = ddpkit.Checkpointer(path.parent).load(path)
     try:
         config = read_config([]) | dict(flatten(saved["config"], SETTINGS))

@@ -22,8 +22,7 @@ from tqdm import tqdm
 
 import ddpkit
 
-from .environments import EXPERTS, Arena, Expert, Seen
-from .evaluation import UNSEEN
+from .environments import AT_ONCE, EXPERTS, UNSEEN, Arena, Expert, Seen
 from .samples import write_shard
 
 log = logging.getLogger("robot")
@@ -66,22 +65,19 @@ def read_settings() -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of the first episode; the next one has the next")
     add("--folder", type=Path, default=Path("data/fetch_pick_and_place"), help="where to write; made if it is missing")
     settings = parser.parse_args()
-    if min(settings.episodes, settings.per_shard, settings.horizon) < 1 or settings.per_shard > 25:
-        parser.error("--episodes, --per-shard and --horizon count from 1, and --per-shard is at most 25")
-    if settings.pictures is not None and not 16 <= settings.pictures <= 1024:
-        parser.error("--pictures takes a size from 16 to 1024")
-    if not settings.noise >= 0 or not 0 <= settings.seed <= UNSEEN - settings.episodes:
-        parser.error(f"--noise is at least 0; seeds are at least 0 and below {UNSEEN}, as evaluation uses the rest")
+    if not 0 < settings.per_shard <= AT_ONCE:
+        parser.error(f"--per-shard is from 1 to {AT_ONCE}, which are played at once")
+    if not 0 <= settings.seed <= UNSEEN - settings.episodes:
+        parser.error(f"seeds are at least 0 and below {UNSEEN}, as evaluation uses the rest")
     return settings
 
 
 def main(settings: argparse.Namespace, job: ddpkit.Context) -> None:
     ddpkit.run_on_main(prepare, settings.folder)
-    picture_size, kept = None, ["observations"]
-    if settings.pictures:
-        picture_size = settings.pictures, settings.pictures
+    size, kept = settings.pictures, ["observations"]
+    if size:
         kept += ["proprioception", "desired_goal", "camera"]
-    arena = Arena(settings.env, settings.horizon, picture_size)
+    arena = Arena(settings.env, settings.horizon, (size, size) if size else None)
     player = Demonstrator(settings.env, settings.noise, kept)
     seeds = range(settings.seed, settings.seed + settings.episodes)
     shards = [seeds[start : start + settings.per_shard] for start in range(0, len(seeds), settings.per_shard)]

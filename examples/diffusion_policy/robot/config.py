@@ -14,6 +14,7 @@ from shared.settings import (
     COMMAND_LINE,
     Setting,
     absent,
+    betas,
     choice,
     count,
     fill_in,
@@ -34,16 +35,11 @@ def is_text_or_texts(value: Any) -> bool:
     return text().fits(value) or many(text(), empty=False).fits(value)
 
 
-def is_betas(value: Any) -> bool:
-    return many(number(interval="[0, 1)")).fits(value) and len(value) == 2
-
-
 def is_size(value: Any) -> bool:
     return many(count()).fits(value) and len(value) == 2
 
 
 _RGB = "observation.encoder.rgb."
-FOLDERS = ["data/fetch_pick_and_place"]
 SETTINGS = {
     "algo_name": choice("diffusion_policy"),
     "experiment.name": text("fetch_pick_and_place"),
@@ -66,7 +62,7 @@ SETTINGS = {
     "experiment.logging.log_tb": flag(True),
     "experiment.logging.log_wandb": flag(False),  # the key is the environment's WANDB_API_KEY
     "experiment.logging.wandb_proj_name": or_null(text()),
-    "train.data_path": Setting("a text or a list of texts", is_text_or_texts, FOLDERS),  # see robot/formats.py
+    "train.data_path": Setting("a text or a list of texts", is_text_or_texts, ["data/fetch_pick_and_place"]),
     "train.sample_weights": or_null(many(number())),  # share of the samples by path; null: by their steps
     "train.on_broken_shard": choice("error", "skip"),  # what a broken episode is
     "train.action_keys": or_null(many(text(), empty=False)),  # null: what the format calls them
@@ -90,7 +86,7 @@ SETTINGS = {
     "train.persistent_workers": flag(False),
     "train.prefetch_factor": or_null(count()),
     "algo.optim_params.policy.optimizer_type": choice("adamw", "adam"),
-    "algo.optim_params.policy.betas": Setting("two numbers in [0, 1)", is_betas, [0.95, 0.999]),
+    "algo.optim_params.policy.betas": betas([0.95, 0.999]),
     "algo.optim_params.policy.learning_rate.initial": number(1e-3, "(0, inf)"),
     "algo.optim_params.policy.learning_rate.scheduler_type": choice("cosine", "multistep", "constant"),
     "algo.optim_params.policy.learning_rate.decay_factor": number(0.1, "(0, 1]"),  # of multistep, at each of
@@ -102,9 +98,9 @@ SETTINGS = {
     "algo.horizon.prediction_horizon": count(16),  # actions that it predicts
     "algo.network.class": or_null(text()),  # package.module:Class in place of the U-Net
     "algo.network.kwargs": Setting("a section of its arguments", lambda value: isinstance(value, dict), {}),
-    "algo.unet.diffusion_step_embed_dim": count(32, low=2),
+    "algo.unet.diffusion_step_embed_dim": Setting("an even number", lambda value: value in range(2, 2**20, 2), 32),
     "algo.unet.down_dims": many(count(), [32, 64], empty=False),
-    "algo.unet.kernel_size": count(3),
+    "algo.unet.kernel_size": Setting("an odd number", lambda value: value in range(1, 2**20, 2), 3),
     "algo.unet.n_groups": count(8),
     "algo.ema.enabled": flag(True),
     "algo.ema.power": number(0.75, "(0, 1]"),
@@ -126,8 +122,6 @@ SETTINGS = {
     f"{_RGB}core_kwargs.pool_kwargs.num_kp": count(32),  # points of SpatialSoftmax
 }
 ALIASES = {"train.optim_params.": "algo.optim_params."}  # the guide's spelling
-
-
 _RATE = "algo.optim_params.policy.learning_rate."
 _CORE = f"{_RGB}core_kwargs."
 _DRAWN = "actions are drawn by DDIM, clipped"
@@ -168,15 +162,7 @@ ABSENT = (
 
 
 def read_config(arguments: Iterable[str], file: str | None = None) -> Config:
-    """Read the settings of a run: defaults < a file, or the run of `train.resume=` < `key=value`.
-
-    Args:
-        arguments: Of the form `key=value`; `load_from=` names the file, too.
-        file: In robomimic's sections, JSON.
-
-    Raises:
-        UserError: Naming everything that is wrong, where it stands, and the setting that may have been meant.
-    """
+    """Read the settings of a run: defaults < a file (`load_from=`), or the run of `train.resume=` < `key=value`."""
     given = read_arguments(arguments)
     file = given.pop("load_from", file)
     folder = given.get("train.resume")
@@ -203,11 +189,11 @@ def _with_our_paths(content: dict[str, Any]) -> dict[str, Any]:
     section = content.get("train")
     if not isinstance(section, dict) or not section.get("data"):
         return content
-    data = section["data"]
+    data = section.pop("data")
     if isinstance(data, list):
         data = [one.get("path") if isinstance(one, dict) else one for one in data]
-    ours = {key: value for key, value in section.items() if key != "data"} | {"data_path": data}
-    return content | {"train": ours}
+    section["data_path"] = data
+    return content
 
 
 def _contradictions(config: Config) -> Iterable[str]:
@@ -220,10 +206,6 @@ def _contradictions(config: Config) -> Iterable[str]:
     halved = 2 ** (len(config["algo.unet.down_dims"]) - 1)
     if horizons[2] % halved:
         yield f"algo.horizon.prediction_horizon is halved between down_dims, so {halved} must divide {horizons[2]}"
-    if any(dim % config["algo.unet.n_groups"] for dim in config["algo.unet.down_dims"]):
-        yield f"algo.unet.n_groups, {config['algo.unet.n_groups']}, must divide each of algo.unet.down_dims"
-    if config["algo.unet.kernel_size"] % 2 == 0 or config["algo.unet.diffusion_step_embed_dim"] % 2:
-        yield "algo.unet.kernel_size must be odd and algo.unet.diffusion_step_embed_dim even"
     if config["algo.ddim.num_inference_timesteps"] > config["algo.ddpm.num_train_timesteps"]:
         yield "algo.ddim.num_inference_timesteps must not exceed algo.ddpm.num_train_timesteps"
     weights, folders = config["train.sample_weights"], config["train.data_path"]
@@ -240,7 +222,3 @@ def _contradictions(config: Config) -> Iterable[str]:
         yield f"{_RGB}obs_randomizer_class CropRandomizer needs {kwargs}height and {kwargs}width"
     if config["experiment.save.on_best_validation"] and not config["experiment.validate"]:
         yield "experiment.save.on_best_validation needs experiment.validate=true"
-    if not config["train.num_data_workers"]:
-        for key in ("train.persistent_workers", "train.prefetch_factor"):
-            if config[key]:
-                yield f"{key} needs train.num_data_workers of at least 1"

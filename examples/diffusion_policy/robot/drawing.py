@@ -19,20 +19,9 @@ SIZE = (240, 240)  # height and width of a frame, in pixels, at least
 def film(
     env_id: str, player: Player, seed: int, horizon: int, path: Path, picture_size: Sequence[int] | None = None
 ) -> Path:
-    """Play one episode and draw it, with its number and its outcome.
+    """Play one episode and draw it, with its number and its outcome; return what was written.
 
-    If nothing can render here, the log says so and the paths are plotted instead.
-
-    Args:
-        env_id: The environment.
-        player: Who acts.
-        seed: Of the episode.
-        horizon: Steps in it.
-        path: Where to write, without a suffix.
-        picture_size: Of the pictures that the player looks at, if it does.
-
-    Returns:
-        What was written: `path` with .gif, or with .png for the plot.
+    That is `path` with .gif; if nothing can render here, the log says so and it is a plot of the paths, with .png.
     """
     seen: list[Seen] = []
     arena = Arena(env_id, horizon, picture_size or SIZE)

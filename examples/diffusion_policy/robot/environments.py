@@ -1,4 +1,4 @@
-"""The Fetch robot's environments without a screen, scripted experts for them, and episodes played in lock-step.
+"""The Fetch robot's environments without a screen, scripted experts for them, episodes played in lock-step, and scores.
 
 gymnasium-robotics' FetchPickAndPlace-v4: an arm lifts a block to a place on the table or above it; FetchReach-v4: it
 moves its gripper to a place. An action is a velocity (x, y, z) of the gripper and of its fingers, each within [-1, 1].
@@ -8,13 +8,18 @@ What is observed has names: "observations" is one vector, the environment's own 
 
 from __future__ import annotations
 
+import atexit
+import functools
 import io
+import json
 import logging
 import math
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import gymnasium
@@ -33,6 +38,7 @@ with redirect_stderr(io.StringIO()):  # it prints a note on environments that ar
 
 gymnasium.register_envs(gymnasium_robotics)
 logging.getLogger("OpenGL").setLevel(logging.WARNING)
+UNSEEN = 1_000_000  # the first of the seeds that no demonstration was made with
 AT_ONCE = 25  # environments in lock-step; more would only take memory
 CAMERA = {"distance": 1.15, "azimuth": 150.0, "elevation": -35.0, "lookat": np.array([1.3, 0.75, 0.5])}
 OF_THE_ARM = [0, 1, 2, 9, 10, 20, 21, 22, 23, 24]  # of 25 numbers: gripper, fingers, and their velocities
@@ -51,13 +57,10 @@ class Player(Protocol):
 
 
 class Arena:
-    """Environments in which episodes are played in lock-step.
+    """Environments in which episodes of `horizon` steps are played in lock-step.
 
-    Args:
-        env_id: Name of the environment.
-        horizon: Steps in an episode.
-        picture_size: Height and width of the camera's pictures; None: there is no camera. MuJoCo renders without a
-            screen through EGL, or what the environment variable MUJOCO_GL names.
+    Where there is a picture size, (height, width), there is a camera. MuJoCo renders without a screen through EGL, or
+    what the environment variable MUJOCO_GL names.
     """
 
     def __init__(self, env_id: str, horizon: int, picture_size: Sequence[int] | None = None) -> None:
@@ -77,15 +80,10 @@ class Arena:
         return self._see(self.envs[0], self.envs[0].reset(seed=0)[0]), math.prod(space.shape or (1,))
 
     def play(self, player: Player, seeds: Sequence[int], watch: Watch | None = None) -> list[bool]:
-        """Plays one episode for each seed; it depends on nothing but the seed and the player.
+        """Plays one episode for each seed, on which and on the player alone it depends.
 
-        Args:
-            player: Who acts.
-            seeds: Of the episodes.
-            watch: Is shown what is observed, at each step of each episode.
-
-        Returns:
-            Whether the goal is reached at the end of each episode; having passed it on the way is not enough.
+        Returns whether the goal is reached at the end of each; having passed it on the way is not enough. `watch` is
+        shown what is observed, at each step of each episode.
         """
         self._make(min(AT_ONCE, len(seeds)))
         successes: list[bool] = []
@@ -96,15 +94,12 @@ class Arena:
             seen = [self._see(env, env.reset(seed=seed)[0]) for env, seed in zip(envs, wave, strict=True)]
             player.begin(wave)
             for _ in range(self.horizon):
-                if watch:
-                    for one in seen:
-                        watch(one)
-                actions, reached = player.act({name: np.stack([one[name] for one in seen]) for name in seen[0]}), []
-                for number, (env, action) in enumerate(zip(envs, actions, strict=True)):
-                    found, _, _, _, info = env.step(action)
-                    seen[number] = self._see(env, found)
-                    reached.append(bool(info.get("is_success", info.get("success", False))))
-            successes += reached
+                for one in seen if watch else ():
+                    watch(one)
+                actions = player.act({name: np.stack([one[name] for one in seen]) for name in seen[0]})
+                stepped = [env.step(action) for env, action in zip(envs, actions, strict=True)]
+                seen = [self._see(env, found) for env, (found, *_) in zip(envs, stepped, strict=True)]
+            successes += [bool(info.get("is_success", info.get("success", False))) for *_, info in stepped]
         return successes
 
     def close(self) -> None:
@@ -123,9 +118,7 @@ class Arena:
         if {"observation", "desired_goal"} <= seen.keys():
             whole = np.concatenate([seen["observation"], seen["desired_goal"]])
             own = seen["observation"]
-            if len(own) == 25:
-                own = own[OF_THE_ARM]
-            seen |= {"observations": whole, "proprioception": own}
+            seen |= {"observations": whole, "proprioception": own[OF_THE_ARM] if len(own) == 25 else own}
         for name, values in seen.items():
             if values.dtype != np.uint8:
                 seen[name] = values.astype(np.float32)
@@ -160,8 +153,6 @@ class Expert:
     """Scripted: it knows what the numbers mean, and looks at the present moment only."""
 
     def __init__(self, env_id: str) -> None:
-        if env_id not in EXPERTS:
-            raise ValueError(f"there is an expert for {' and '.join(EXPERTS)}, not for {env_id}")
         self.script = EXPERTS[env_id]
 
     def begin(self, seeds: Sequence[int]) -> None: ...
@@ -219,3 +210,57 @@ class Learned:
             batch = {name: torch.from_numpy(values).to(self.device) for name, values in stacked.items()}
             self.plan = [*self.policy.act(batch, noise.to(self.device)).cpu().numpy().swapaxes(0, 1)]
         return self.plan.pop(0)
+
+
+@dataclass(frozen=True)
+class Score:
+    """Who has reached the goal: an episode's seed, and whether it did."""
+
+    by_seed: dict[int, bool]
+
+    @property
+    def successes(self) -> int:
+        return sum(self.by_seed.values())
+
+    @property
+    def rate(self) -> float:
+        return self.successes / len(self.by_seed)
+
+    @property
+    def error(self) -> float:
+        """The rate's standard error."""
+        return math.sqrt(self.rate * (1 - self.rate) / len(self.by_seed))
+
+    def __str__(self) -> str:
+        return f"{self.rate:.2f} ± {self.error:.2f} ({self.successes} of {len(self.by_seed)})"
+
+    def summary(self) -> dict[str, Any]:
+        """Return the score as JSON has it."""
+        by_seed = {str(seed): reached for seed, reached in self.by_seed.items()}
+        about = {"success_rate": self.rate, "standard_error": self.error, "episodes": len(by_seed)}
+        return about | {"by_seed": by_seed}
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(self.summary(), indent=4) + "\n")
+
+
+@functools.cache  # making 25 environments takes as long as playing some episodes
+def _arena(env_id: str, horizon: int, picture_size: tuple[int, int] | None) -> Arena:
+    arena = Arena(env_id, horizon, picture_size)
+    atexit.register(arena.close)  # what renders must end before Python does
+    return arena
+
+
+def evaluate(
+    env_id: str,
+    player: Player,
+    episodes: int,
+    horizon: int,
+    first_seed: int = UNSEEN,
+    picture_size: tuple[int, int] | None = None,
+) -> Score:
+    """Play so many episodes, with seeds from the first on; each is played on one rank and counted once. Collective."""
+    mine = range(ddpkit.get_rank(), episodes, ddpkit.get_world_size())
+    reached = _arena(env_id, horizon, picture_size).play(player, [first_seed + number for number in mine])
+    reached = ddpkit.gather_exact(reached, list(mine), episodes)
+    return Score({first_seed + number: success for number, success in enumerate(reached)})

@@ -7,52 +7,30 @@ What a path of `train.data_path` is, is seen from what is there:
     FOLDER/meta/info.json        LeRobot's, versions 2 and 3: parquet, with videos or pictures
     FOLDER.zarr, FILE.zarr.zip   a replay buffer of diffusion policy's authors: data/NAME, meta/episode_ends
 
-Each is a class with the methods of `Format`. h5py, pyarrow with av, and zarr are imported only where they are needed.
+Each is a class with these: `actions`, the usual name of the actions; `env_id`, the environment or ""; `episodes`, all
+or those of a subset; and of an episode `names`, what it holds; `numbers`, what is observed if nothing else is asked
+for; `read`, all steps of an entry; `frames`, a camera's pictures at some ascending steps, (steps, height, width, 3) in
+uint8. h5py, pyarrow with av, and zarr are imported only where they are needed.
 """
 
 from __future__ import annotations
 
 import functools
 import io
+import itertools
 import json
 import os
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from shared.program import UserError
 
 
-class Format(Protocol):
-    """Demonstrations at one path; every array's first dimension are an episode's steps."""
-
-    actions: str  # name of the actions, if no other is asked for
-    env_id: str  # name of the environment, or "" if the demonstrations do not say it
-
-    def episodes(self, subset: str | None) -> list[str]:
-        """List the names of the episodes, of all or of a named subset."""
-
-    def names(self, episode: str) -> list[str]:
-        """List what an episode holds."""
-
-    def numbers(self, episode: str) -> list[str]:
-        """List the observations that are used if none are asked for."""
-
-    def read(self, episode: str, name: str) -> np.ndarray:
-        """Read all steps of one entry."""
-
-    def frames(self, episode: str, name: str, steps: np.ndarray) -> np.ndarray:
-        """Read a camera's pictures at some steps, in ascending order: (steps, height, width, 3), uint8."""
-
-
 def open_format(path: str) -> Format:
-    """Open what is at a path; once in every process, for open files must not be shared by forked ones.
-
-    Raises:
-        UserError: If there is nothing that can be read, or a package is missing for it.
-    """
+    """Open what is at a path; once in every process, for open files must not be shared by forked ones."""
     return _open(path, os.getpid())
 
 
@@ -145,10 +123,10 @@ class Robomimic:
     def episodes(self, subset: str | None) -> list[str]:
         if subset is None:
             found = list(self.file["data"])
-        elif f"mask/{subset}" in self.file:
-            found = [name.decode() for name in self.file[f"mask/{subset}"]]
+        elif subset in (masks := self.file.get("mask", {})):
+            found = [name.decode() for name in masks[subset]]
         else:
-            there = ", ".join(self.file.get("mask", [])) or "none"
+            there = ", ".join(masks) or "none"
             raise UserError(f"{self.path} has no subset {subset!r} of its episodes; there are: {there}")
         return sorted(found, key=lambda name: int(name.rpartition("_")[2]))
 
@@ -169,9 +147,7 @@ class Robomimic:
 
     def _entry(self, episode: str, name: str) -> Any:
         demo = self.file["data"][episode]
-        if name in demo["obs"]:
-            return demo["obs"][name]
-        return demo[name]
+        return demo["obs"][name] if name in demo["obs"] else demo[name]
 
 
 class ReplayBuffer:
@@ -185,13 +161,10 @@ class ReplayBuffer:
 
         if not path.exists():
             raise FileNotFoundError(f"there is no {path}")
-        store: Any = str(path)
-        if path.suffix == ".zip":
-            store = zarr.storage.ZipStore(str(path), mode="r")
-        self.data = zarr.open_group(store, mode="r")["data"]
-        ends = zarr.open_group(store, mode="r")["meta"]["episode_ends"][:]
-        starts = [0, *ends[:-1]]
-        self.ranges = list(zip(map(int, starts), map(int, ends), strict=True))
+        store: Any = zarr.storage.ZipStore(str(path), mode="r") if path.suffix == ".zip" else str(path)
+        buffer = zarr.open_group(store, mode="r")
+        self.data, ends = buffer["data"], [0, *map(int, buffer["meta"]["episode_ends"][:])]
+        self.ranges = list(itertools.pairwise(ends))
 
     def episodes(self, subset: str | None) -> list[str]:
         return [str(number) for number in range(len(self.ranges))]
@@ -228,9 +201,7 @@ class LeRobot:
         self.folder = folder
         self.info = json.loads((folder / "meta" / "info.json").read_text())
         self.features = self.info["features"]
-        self.rows: dict[str, dict[str, Any]] = {}  # what the folder says of each episode, by name
-        for row in self._about():
-            self.rows[str(row["episode_index"])] = row
+        self.rows = {str(row["episode_index"]): row for row in self._about()}  # what it says of each episode
 
     def _about(self) -> list[dict[str, Any]]:
         lines = self.folder / "meta" / "episodes.jsonl"
@@ -248,11 +219,8 @@ class LeRobot:
         return list(self.features)
 
     def numbers(self, episode: str) -> list[str]:
-        found = []
-        for name, feature in self.features.items():
-            if name.startswith("observation") and feature["dtype"].startswith(("float", "int")):
-                found.append(name)
-        return found
+        numeric = [name for name, about in self.features.items() if about["dtype"].startswith(("float", "int"))]
+        return [name for name in numeric if name.startswith("observation")]
 
     def read(self, episode: str, name: str) -> np.ndarray:
         return np.array(self._column(episode, name))
@@ -289,8 +257,10 @@ class LeRobot:
     def _filmed(self, episode: str, name: str, steps: np.ndarray) -> np.ndarray:
         path = self._path(self.info["video_path"], episode, f"videos/{name}", video_key=name)
         begin = self.rows[episode].get(f"videos/{name}/from_timestamp", 0.0)
-        moments = begin + steps / self.info["fps"]
-        return _decode(path, moments, tolerance=0.5 / self.info["fps"])
+        return _decode(path, begin + steps / self.info["fps"], tolerance=0.5 / self.info["fps"])
+
+
+Format = Shards | Robomimic | ReplayBuffer | LeRobot
 
 
 @functools.lru_cache(maxsize=256)

@@ -21,19 +21,13 @@ from torch.utils.checkpoint import checkpoint
 
 
 def make_network(config: dict[str, Any], channels: int, observation: int) -> nn.Module:
-    """Make the network that finds noise: the U-Net, or a class of the user's that is called like it.
-
-    Args:
-        config: The settings.
-        channels: Numbers in an action.
-        observation: Numbers in the observations together.
-
-    Returns:
-        A module of (actions (batch, time, channels), step (batch,), observations (batch, numbers)) that returns noise
-        like the actions.
-    """
+    """Make the network that finds noise: the U-Net, or a class of the user's that is called like it."""
     name = config["algo.network.class"]
-    if name is None:
+    if name is not None:
+        make = find_class("algo.network.class", name)
+        with user_error(f"algo.network: cannot make {name}", TypeError, ValueError):
+            return make(channels, observation, **config["algo.network.kwargs"])
+    with user_error("algo.unet", ValueError):
         return UNet1D(
             channels,
             observation,
@@ -43,9 +37,6 @@ def make_network(config: dict[str, Any], channels: int, observation: int) -> nn.
             step_size=config["algo.unet.diffusion_step_embed_dim"],
             checkpointing=config["train.gradient_checkpointing"],
         )
-    make = find_class("algo.network.class", name)
-    with user_error(f"algo.network: cannot make {name}", TypeError, ValueError):
-        return make(channels, observation, **config["algo.network.kwargs"])
 
 
 class StepEmbedding(nn.Module):
@@ -84,14 +75,9 @@ class Block(nn.Module):
 class UNet1D(nn.Module):
     """Noise in a chunk of actions, given how noisy it is and what was observed.
 
-    Args:
-        channels: Numbers in an action.
-        observation: Numbers in the observations together.
-        down_dims: Channels at each resolution; the time axis is halved between two of them.
-        kernel_size: Of the convolutions, odd.
-        n_groups: Of GroupNorm; divides each of `down_dims`.
-        step_size: Numbers that a diffusion step is embedded in, even.
-        checkpointing: Whether training computes a block's activations again in the backward pass, to save memory.
+    An action has `channels` numbers, the observations together `observation`. `down_dims` are the channels at each
+    resolution; the time axis is halved between two of them. With `checkpointing`, training computes a block's
+    activations again in the backward pass, to save memory.
     """
 
     def __init__(
@@ -103,7 +89,7 @@ class UNet1D(nn.Module):
         kernel_size: int,
         n_groups: int,
         step_size: int,
-        checkpointing: bool = False,
+        checkpointing: bool,
     ) -> None:
         super().__init__()
         self.checkpointing, condition = checkpointing, 3 * step_size
@@ -173,12 +159,8 @@ def _normalize(channels: int) -> nn.GroupNorm:
 class ResNet18(nn.Module):
     """Features of pictures, (batch, height, width, 3) in uint8 to (batch, features).
 
-    Args:
-        features: How many.
-        pool: "SpatialSoftmax" finds a point for each of some feature maps, "SpatialMeanPool" takes each map's mean.
-        keypoints: How many points.
-        width: Channels of the first stage; 64 in a ResNet-18.
-        size: Height and width to scale pictures to first, if that is wanted.
+    "SpatialSoftmax" finds points in feature maps, `keypoints` of them; "SpatialMeanPool" takes each map's mean. The
+    first stage has `width` channels, 64 in a ResNet-18. Pictures are scaled to a `size` first, if one is given.
     """
 
     def __init__(self, features: int, *, pool: str, keypoints: int, width: int, size: Sequence[int] | None) -> None:
@@ -208,11 +190,7 @@ class ResNet18(nn.Module):
         return self.head(self.pool(x))
 
     def load_pretrained(self, weights: dict[str, torch.Tensor]) -> list[str]:
-        """Take what fits of a ResNet-18's weights, such as torchvision's; BatchNorm's statistics have no use here.
-
-        Returns:
-            The names that it does not have, or has in another shape.
-        """
+        """Take what fits of a ResNet-18's weights, such as torchvision's; return the names of what does not."""
         mine = self.state_dict()
         fitting = {name: value for name, value in weights.items() if name in mine and mine[name].shape == value.shape}
         self.load_state_dict(mine | fitting)

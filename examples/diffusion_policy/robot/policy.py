@@ -1,8 +1,13 @@
-"""The diffusion policy, its loss, and the moving average of its weights."""
+"""The diffusion policy, its loss, and the moving average of its weights.
+
+Noise is added by the schedule of Nichol and Dhariwal 2021 (arXiv:2102.09672; DDPM: Ho et al. 2020, arXiv:2006.11239)
+and taken away again in a few steps by DDIM (Song et al. 2021, arXiv:2010.02502).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -11,7 +16,6 @@ from shared.program import check_shape, evaluating
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from .diffusion import ddim, squaredcos_cap_v2
 from .networks import ResNet18, make_network
 from .samples import Statistics, crop, crop_size
 
@@ -21,10 +25,7 @@ AMP = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class DiffusionPolicy(nn.Module):
     """Actions for what was observed. Calling it gives the loss, so it is what gets wrapped in DDP or DataParallel.
 
-    Args:
-        config: The settings.
-        statistics: Of the observations and actions. It is part of the state.
-        cameras: Names of the cameras whose pictures it sees besides.
+    The statistics of observations and actions are part of its state. It sees the pictures of `cameras` besides.
     """
 
     def __init__(self, config: dict[str, Any], statistics: Statistics, cameras: Sequence[str] = ()) -> None:
@@ -41,35 +42,20 @@ class DiffusionPolicy(nn.Module):
         self.cameras, self.crop = list(cameras), crop_size(config)
         rgb = "observation.encoder.rgb.core_kwargs."
         features = config[f"{rgb}feature_dimension"]
-        self.encoders = nn.ModuleList()
-        for _ in cameras:
-            encoder = ResNet18(
-                features,
-                pool=config[f"{rgb}pool_class"],
-                keypoints=config[f"{rgb}pool_kwargs.num_kp"],
-                width=config[f"{rgb}backbone_kwargs.width"],
-                size=config["observation.encoder.rgb.size"],
-            )
-            self.encoders.append(encoder)
+        how = {"pool": config[f"{rgb}pool_class"], "keypoints": config[f"{rgb}pool_kwargs.num_kp"]}
+        how |= {"width": config[f"{rgb}backbone_kwargs.width"], "size": config["observation.encoder.rgb.size"]}
+        self.encoders = nn.ModuleList(ResNet18(features, **how) for _ in cameras)
+        self.action_size = len(statistics.low)
         observed = self.observation_horizon * (len(statistics.mean) + len(self.cameras) * features)
         self.network = make_network(config, self.action_size, observed)
-
-    @property
-    def action_size(self) -> int:
-        """Count the numbers of an action."""
-        return len(self.low)
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """The loss of each sample: mean squared error of the noise, or the actions, that are found in noisy actions.
 
-        Args:
-            batch: "observations" (batch, observation horizon, numbers), "actions" and "noise" (batch, prediction
-                horizon, numbers), the noising "step" (batch,), and by their names the cameras' pictures (batch,
-                observation horizon, height, width, 3).
-
-        Returns:
-            Losses, (batch,). Their mean is the loss; a mean of each GPU's means would be another one where DataParallel
-            cuts the batch unevenly.
+        The batch holds "observations" (batch, observation horizon, numbers), "actions" and "noise" (batch, prediction
+        horizon, numbers), the noising "step" (batch,), and by their names the cameras' pictures (batch, observation
+        horizon, height, width, 3). The mean of the losses, (batch,), is the loss; a mean of each GPU's means would be
+        another one where DataParallel cuts the batch unevenly.
         """
         center, reach = self._action_range()
         noise, step = batch["noise"], batch["step"]
@@ -80,20 +66,20 @@ class DiffusionPolicy(nn.Module):
 
     @torch.no_grad()
     def act(self, seen: dict[str, torch.Tensor], noise: torch.Tensor) -> torch.Tensor:
-        """The next actions.
+        """The next actions, (batch, action horizon, numbers), within the range of the demonstrations' actions.
 
-        Args:
-            seen: The last "observations" (batch, observation horizon, numbers), and pictures, as `forward` takes them
-                before they were cropped: the middle is what it looks at.
-            noise: What to begin with, (batch, prediction horizon, numbers of an action).
-
-        Returns:
-            (batch, action horizon, numbers), within the range of the demonstrations' actions.
+        It has seen the last "observations", and pictures, as `forward` takes them before they were cropped: the middle
+        is what it looks at. It begins with noise, (batch, prediction horizon, numbers of an action).
         """
         middle = {camera: crop(seen[camera], self.crop, (0.5, 0.5)) for camera in self.cameras}
         with evaluating(self):
             features, first = self._see(seen | middle), self.observation_horizon - 1
-            plan = ddim(lambda x, step: self._find_noise(x, step, features), noise, self.shares, self.inference_steps)
+
+            def find_noise(noisy: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+                found = self._run_network(noisy, step, features)
+                return found if self.finds_noise else remove_clean(noisy, found, self.shares[step])
+
+            plan = ddim(find_noise, noise, self.shares, self.inference_steps)
         center, reach = self._action_range()
         return center + reach * plan[:, first : first + self.action_horizon]
 
@@ -112,10 +98,6 @@ class DiffusionPolicy(nn.Module):
             parts.append(features.view(len(numbers), -1))
         return torch.cat(parts, dim=1)
 
-    def _find_noise(self, noisy: torch.Tensor, step: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        found = self._run_network(noisy, step, seen)
-        return found if self.finds_noise else remove_clean(noisy, found, self.shares[step])
-
     def _run_network(self, noisy: torch.Tensor, step: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         with self._autocast(noisy.device):
             found = self.network(noisy, step, seen).float()
@@ -129,30 +111,52 @@ class DiffusionPolicy(nn.Module):
 
 def add_noise(clean: torch.Tensor, noise: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
     """Mix `clean` (batch, ...) with noise, so that the signal keeps that share (batch,) of the variance."""
-    share = _spread(share, clean)
+    share = share.view(-1, *[1] * (clean.dim() - 1))
     return share.sqrt() * clean + (1 - share).sqrt() * noise
 
 
 def remove_clean(noisy: torch.Tensor, clean: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
     """Return the noise in what `add_noise` has made of `clean`."""
-    share = _spread(share, clean)
+    share = share.view(-1, *[1] * (clean.dim() - 1))
     return (noisy - share.sqrt() * clean) / (1 - share).sqrt()
 
 
-def _spread(share: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
-    """Give a number for each sample, (batch,), dimensions by which it multiplies all of that sample."""
-    return share.view(-1, *[1] * (samples.dim() - 1))
+def squaredcos_cap_v2(steps: int) -> torch.Tensor:
+    """The signal's share of the variance after each of `steps` noising steps, (steps,) in float64, from ~1 to ~0.
+
+    It falls as a squared cosine; no single step may add more than .999.
+    """
+    times = torch.arange(steps + 1, dtype=torch.float64) / steps
+    share = ((times + 0.008) / 1.008 * math.pi / 2).cos() ** 2
+    return (share[1:] / share[:-1]).clamp(min=0.001).cumprod(0)
+
+
+def ddim(
+    find_noise: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    start: torch.Tensor,
+    shares: torch.Tensor,
+    steps: int,
+) -> torch.Tensor:
+    """Makes a clean sample within [-1, 1] out of noise, (batch, ...), deterministically.
+
+    It visits `steps` of the noising steps, evenly spaced, the last of them 0. `find_noise` finds the noise in a noisy
+    sample of a noising step, (batch,).
+    """
+    stride = len(shares) // steps
+    sample = start
+    for step in range((steps - 1) * stride, -1, -stride):
+        share, next_share = shares[step], shares[step - stride] if step else shares.new_ones(())
+        noise = find_noise(sample, torch.full(sample.shape[:1], step, device=sample.device))
+        clean = ((sample - (1 - share).sqrt() * noise) / share.sqrt()).clamp(-1, 1)
+        sample = next_share.sqrt() * clean + (1 - next_share).sqrt() * noise
+    return sample
 
 
 class EMA(nn.Module):
     """Moving average of a policy's weights, which acts more steadily than the policy itself. Buffers are copied.
 
-    Its number of updates is part of its state: a resumed run that began again from 0 would overwrite it with the raw
-    weights.
-
-    Args:
-        policy: What is averaged, not wrapped.
-        power: The n-th update keeps 1 - n^-power of the average, at most .9999.
+    The n-th update keeps 1 - n^-power of it, at most .9999. The number of updates is part of its state: a resumed run
+    that began again from 0 would overwrite it with the raw weights.
     """
 
     def __init__(self, policy: DiffusionPolicy, power: float) -> None:

@@ -20,8 +20,7 @@ import ddpkit
 
 from . import drawing
 from .checkpoints import load_policies
-from .environments import EXPERTS, Expert, Learned, Player, Random
-from .evaluation import UNSEEN, evaluate
+from .environments import EXPERTS, UNSEEN, Expert, Learned, Player, Random, evaluate
 from .samples import Entries
 
 log = logging.getLogger("robot")
@@ -39,8 +38,6 @@ def read_settings() -> argparse.Namespace:
     add("--film", type=Path, help="file, without a suffix, for a film of the first player's first episode")
     add("--strip", type=Path, help="file for some of the film's frames side by side")
     settings = parser.parse_args()
-    if min(settings.episodes, settings.horizon) < 1 or settings.first_seed < 0:
-        parser.error("--episodes and --horizon count from 1, --first-seed from 0")
     for path in (settings.json, settings.film, settings.strip):
         if path and not path.parent.is_dir():
             parser.error(f"there is no folder {path.parent} for {path.name}")

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from shared.program import UserError
+from shared.program import UserError, user_error
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
@@ -84,10 +83,7 @@ class Index:
 
 def write_shard(path: Path, env_id: str, episodes: Sequence[dict[str, np.ndarray]]) -> None:
     """Write several episodes, each a mapping from names to arrays; the file is whole or not there."""
-    arrays = {}
-    for number, episode in enumerate(episodes):
-        for name, values in episode.items():
-            arrays[f"{name}_{number}"] = values
+    arrays = {f"{name}_{i}": values for i, episode in enumerate(episodes) for name, values in episode.items()}
     temporary = path.with_name(f"{path.name}.tmp")
     with open(temporary, "wb") as file:
         np.savez(file, env_id=np.array(env_id), **arrays)
@@ -96,15 +92,11 @@ def write_shard(path: Path, env_id: str, episodes: Sequence[dict[str, np.ndarray
 
 @functools.lru_cache(maxsize=4096)
 def read_episode(path: str, name: str, entries: Entries) -> tuple[np.ndarray, np.ndarray]:
-    """Read an episode's observed numbers and its actions, (steps, numbers), in float32 whatever the disk has.
-
-    Raises:
-        UserError: If an entry is missing.
-    """
+    """Read an episode's observed numbers and its actions, (steps, numbers), in float32 whatever the disk has."""
     demonstrations = open_format(path)
 
     def together(names: Sequence[str]) -> np.ndarray:
-        parts = [demonstrations.read(name=entry, episode=name) for entry in names]
+        parts = [demonstrations.read(name, entry) for entry in names]
         flat = [part.reshape(len(part), -1).astype(np.float32) for part in parts]
         return np.concatenate(flat, axis=1)
 
@@ -140,15 +132,9 @@ def measure(path: str, name: str, entries: Entries) -> Measured:
     sizes = {look(path, name, camera, np.arange(1)).shape[1:3] for camera in entries.cameras}
     if len(sizes) > 1:
         raise UserError(f"{path}: the cameras {', '.join(entries.cameras)} have pictures of several sizes: {sizes}")
-    exact = observations.astype(np.float64)
-    return Measured(
-        Episode(path, name, len(actions)),
-        (open_format(path).env_id, observations.shape[1], actions.shape[1], sizes.pop() if sizes else None),
-        exact.sum(0),
-        (exact**2).sum(0),
-        actions.min(0),
-        actions.max(0),
-    )
+    exact, episode = observations.astype(np.float64), Episode(path, name, len(actions))
+    kind = open_format(path).env_id, observations.shape[1], actions.shape[1], sizes.pop() if sizes else None
+    return Measured(episode, kind, exact.sum(0), (exact**2).sum(0), actions.min(0), actions.max(0))
 
 
 def look(path: str, name: str, camera: str, steps: np.ndarray) -> np.ndarray:
@@ -164,46 +150,25 @@ class BrokenEpisode(UserError):
 
 
 def scan(config: dict[str, Any]) -> Index:
-    """Read every episode once, each on one rank, and sum up what all ranks have found. Collective.
-
-    Returns:
-        The index, the same to the last bit on any number of ranks.
-
-    Raises:
-        UserError: Without episodes, at a broken one, or if they do not fit together; on every rank.
-    """
-    listed = ddpkit.run_on_main(list_episodes, config)
-    mine = range(ddpkit.get_rank(), len(listed.episodes), ddpkit.get_world_size())
+    """Read every episode once, each on one rank, and sum up what all have found, to the same bits. Collective."""
+    episodes, held_out, entries = ddpkit.run_on_main(list_episodes, config)
+    mine = range(ddpkit.get_rank(), len(episodes), ddpkit.get_world_size())
     no_bar = None if ddpkit.is_main_process() else True
-    outcomes = []
-    for number in tqdm(mine, "reading", unit="episode", leave=False, disable=no_bar):
-        outcomes.append(_try_to_measure(*listed.episodes[number], listed.entries))
-    outcomes = ddpkit.gather_exact(outcomes, list(mine), len(listed.episodes))
-    measured, skipped = [], []
-    for outcome in outcomes:
+    bar = tqdm(mine, "reading", unit="episode", leave=False, disable=no_bar)
+    outcomes = [_try_to_measure(*episodes[number], entries) for number in bar]
+    measured = []
+    for outcome in ddpkit.gather_exact(outcomes, list(mine), len(episodes)):
         if isinstance(outcome, Measured):
             measured.append(outcome)
-        elif isinstance(outcome, BrokenEpisode) and config["train.on_broken_shard"] == "skip":
-            skipped.append(outcome)
-        else:
+        elif not isinstance(outcome, BrokenEpisode) or config["train.on_broken_shard"] != "skip":
             raise outcome
-    if ddpkit.is_main_process():
-        for error in skipped:
-            log.warning("skipped: %s", error)
-    return _sum_up(config, listed, measured)
+        elif ddpkit.is_main_process():
+            log.warning("skipped: %s", outcome)
+    return _sum_up(config, held_out, entries, measured)
 
 
-@dataclass(frozen=True)
-class Listed:
-    """Episodes by path and name, those that are held out, and what is used of each."""
-
-    episodes: list[tuple[str, str]]
-    held_out: set[tuple[str, str]]
-    entries: Entries
-
-
-def list_episodes(config: dict[str, Any]) -> Listed:
-    """List the names of all episodes; nothing is read but what says which there are."""
+def list_episodes(config: dict[str, Any]) -> tuple[list[tuple[str, str]], set[tuple[str, str]], Entries]:
+    """List all episodes by path and name, which of them are held out, and what is used of each."""
     episodes: list[tuple[str, str]] = []
     held_out: set[tuple[str, str]] = set()
     subset, validation = config["train.hdf5_filter_key"], config["train.hdf5_validation_filter_key"]
@@ -211,6 +176,7 @@ def list_episodes(config: dict[str, Any]) -> Listed:
         names = open_format(path).episodes(subset)
         if not names:
             raise UserError(f"there are no demonstrations in {path}")
+        kept = []
         if config["experiment.validate"] and validation:
             kept = open_format(path).episodes(validation)
             names = [name for name in names if name not in kept] + kept
@@ -218,15 +184,12 @@ def list_episodes(config: dict[str, Any]) -> Listed:
             count = max(1, round(config["train.validation_fraction"] * len(names)))
             drawn = np.random.default_rng(config["train.seed"]).permutation(len(names))
             kept = [names[number] for number in drawn[:count]]
-        else:
-            kept = []
         episodes += [(path, name) for name in names]
         held_out |= {(path, name) for name in kept}
     first, name = open_format(episodes[0][0]), episodes[0][1]
-    numbers = config["observation.modalities.obs.low_dim"] or first.numbers(name)
-    cameras = config["observation.modalities.obs.rgb"]
-    actions = config["train.action_keys"] or [first.actions]
-    return Listed(episodes, held_out, Entries(tuple(numbers), tuple(cameras), tuple(actions)))
+    numbers = tuple(config["observation.modalities.obs.low_dim"] or first.numbers(name))
+    actions = tuple(config["train.action_keys"] or [first.actions])
+    return episodes, held_out, Entries(numbers, tuple(config["observation.modalities.obs.rgb"]), actions)
 
 
 def _try_to_measure(path: str, name: str, entries: Entries) -> Measured | UserError:
@@ -240,20 +203,20 @@ def _try_to_measure(path: str, name: str, entries: Entries) -> Measured | UserEr
         return BrokenEpisode(f"{path}: episode {name} is broken: {reason}. {remedy}")
 
 
-def _sum_up(config: dict[str, Any], listed: Listed, measured: list[Measured]) -> Index:
+def _sum_up(
+    config: dict[str, Any], held_out: set[tuple[str, str]], entries: Entries, measured: list[Measured]
+) -> Index:
     kinds = {one.kind: one.episode.path for one in measured}
     if len(kinds) > 1:
         raise UserError(f"the demonstrations do not fit together (environment, sizes): {kinds}")
-    training, held_out = [], []
-    for one in measured:
-        is_held_out = (one.episode.path, one.episode.name) in listed.held_out
-        (held_out if is_held_out else training).append(one)
+    validation = [one.episode for one in measured if (one.episode.path, one.episode.name) in held_out]
+    training = [one for one in measured if (one.episode.path, one.episode.name) not in held_out]
     folders = []
     for path in config["train.data_path"]:
         folders.append([one.episode for one in training if one.episode.path == path])
         if not folders[-1]:
             raise UserError(f"{path} has no episode to learn from: all are broken, or held out for validation")
-    if config["experiment.validate"] and not held_out:
+    if config["experiment.validate"] and not validation:
         raise UserError("no episode is held out for validation: raise train.validation_fraction")
     count = sum(one.episode.steps for one in training)
     mean = sum(one.sums for one in training) / count
@@ -262,37 +225,19 @@ def _sum_up(config: dict[str, Any], listed: Listed, measured: list[Measured]) ->
     low = np.min([one.low for one in training], axis=0)
     high = np.max([one.high for one in training], axis=0)
     ((env_id, _, _, picture_size),) = kinds
-    return Index(
-        folders,
-        [one.episode for one in held_out],
-        listed.entries,
-        config["experiment.env"] or env_id,
-        Statistics(mean, std, low, high),
-        picture_size,
-    )
+    env_id, statistics = config["experiment.env"] or env_id, Statistics(mean, std, low, high)
+    return Index(folders, validation, entries, env_id, statistics, picture_size)
 
 
 class Samples(Dataset[dict[str, np.ndarray]]):
     """The samples of an epoch, in the order in which all ranks together take them.
 
-    From several paths they are drawn by weight. In an epoch no moment of a path comes again before all others came.
-
-    Args:
-        folders: Episodes by path.
-        entries: What is used of an episode.
-        length: Samples in an epoch.
-        weights: Share of the samples by path, in any unit; None: by their steps.
-        config: Settings of the horizons, of noise and of cropping.
+    From several paths they are drawn by weight, by default by their steps. In an epoch, which has `length` samples, no
+    moment of a path comes again before all others came.
     """
 
     def __init__(
-        self,
-        folders: Sequence[Sequence[Episode]],
-        entries: Entries,
-        *,
-        length: int,
-        weights: Sequence[float] | None,
-        config: dict[str, Any],
+        self, folders: list[list[Episode]], entries: Entries, *, length: int, weights: Any, config: dict[str, Any]
     ) -> None:
         self.entries, self.length = entries, length
         self.episodes = [episode for folder in folders for episode in folder]
@@ -304,11 +249,9 @@ class Samples(Dataset[dict[str, np.ndarray]]):
         self.predicted = config["algo.horizon.prediction_horizon"]
         self.noising_steps = config["algo.ddpm.num_train_timesteps"]
         self.crop = crop_size(config)
-        self.order: tuple[np.ndarray, np.ndarray] | None = None  # of the epoch of which it was drawn last
-        self.order_epoch = -1
+        self.order_epoch = -1  # of which the order was drawn last
 
     def set_epoch(self, epoch: int) -> None:
-        """Take the epoch from the loader, in every process that reads."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -316,7 +259,7 @@ class Samples(Dataset[dict[str, np.ndarray]]):
 
     def __getitem__(self, number: int) -> dict[str, np.ndarray]:
         episode, step = self.place(number)
-        observations, actions = self._read(episode)
+        observations, actions = read_episode(episode.path, episode.name, self.entries)
         rng = np.random.default_rng(ddpkit.sample_seed(self.seed, self.epoch, number))
         sample = cut(observations, actions, step, self.observed, self.predicted)
         sample["noise"] = rng.standard_normal(sample["actions"].shape, dtype=np.float32)
@@ -329,7 +272,7 @@ class Samples(Dataset[dict[str, np.ndarray]]):
 
     def place(self, number: int) -> tuple[Episode, int]:
         """Return the episode, and the step in it, of a sample of this epoch."""
-        if self.order is None or self.order_epoch != self.epoch:
+        if self.order_epoch != self.epoch:
             self.order, self.order_epoch = self._draw_order(), self.epoch
         episodes, steps = self.order
         return self.episodes[episodes[number]], int(steps[number])
@@ -342,23 +285,14 @@ class Samples(Dataset[dict[str, np.ndarray]]):
         first = 0
         for folder, size in enumerate(self.sizes):
             places = np.flatnonzero(folders == folder)
-            passes = -(-len(places) // size)
-            for number in range(passes):
-                part = places[number * size : (number + 1) * size]
+            for start in range(0, len(places), size):
+                part = places[start : start + size]
                 moments[part] = first + rng.permutation(size)[: len(part)]
             first += size
-        ends = np.cumsum([episode.steps for episode in self.episodes])
-        starts = ends - [episode.steps for episode in self.episodes]
+        steps = np.array([episode.steps for episode in self.episodes])
+        ends = np.cumsum(steps)
         episodes = np.searchsorted(ends, moments, side="right")
-        return episodes, moments - starts[episodes]
-
-    def _read(self, episode: Episode) -> tuple[np.ndarray, np.ndarray]:
-        try:
-            return read_episode(episode.path, episode.name, self.entries)
-        except BROKEN as error:
-            raise UserError(
-                f"{episode.path}: episode {episode.name} was whole at the start, and now: {error}"
-            ) from error
+        return episodes, moments - (ends - steps)[episodes]
 
 
 def cut(
@@ -388,21 +322,11 @@ def crop(frames: np.ndarray, size: tuple[int, int] | None, place: Sequence[float
     return frames[..., top : top + size[0], left : left + size[1], :]
 
 
-def stack(samples: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:
-    """Make a batch of samples."""
-    return {key: torch.from_numpy(np.stack([sample[key] for sample in samples])) for key in samples[0]}
-
-
 def make_loader(index: Index, config: dict[str, Any], batch_size: int) -> Any:
     """Make this rank's loader of `batch_size` samples, with as many batches as an epoch has."""
     batches = config["experiment.epoch_every_n_steps"] * config["train.gradient_accumulation_steps"]
-    samples = Samples(
-        index.folders,
-        index.entries,
-        length=batches * batch_size * ddpkit.get_world_size(),
-        weights=config["train.sample_weights"],
-        config=config,
-    )
+    length, weights = batches * batch_size * ddpkit.get_world_size(), config["train.sample_weights"]
+    samples = Samples(index.folders, index.entries, length=length, weights=weights, config=config)
     return _load(samples, config, batch_size, shuffle=False)  # the samples are in an order of their own
 
 
@@ -414,17 +338,15 @@ def make_validation_loader(index: Index, config: dict[str, Any], batch_size: int
     return _load(samples, config, batch_size, train=False)
 
 
+@user_error("train", ValueError)
 def _load(samples: Samples, config: dict[str, Any], batch_size: int, **how: bool) -> Any:
-    workers = config["train.num_data_workers"]
-    if workers:
-        how |= {"prefetch_factor": config["train.prefetch_factor"]}
     return ddpkit.make_loader(
         samples,
         batch_size,
         seed=config["train.seed"],
-        num_workers=workers,
+        num_workers=config["train.num_data_workers"],
         pin_memory=config["train.pin_memory"],
         persistent_workers=config["train.persistent_workers"],
-        collate_fn=stack,
+        prefetch_factor=config["train.prefetch_factor"],
         **how,
     )

@@ -46,7 +46,15 @@ def main(job: ddpkit.Context, stop: ddpkit.Stop) -> None:
     index = scan(config)
     if config["experiment.rollout.enabled"]:
         ddpkit.run_on_main(try_environment, index)
-    plan = make_plan(config, job.world_size)
+    with user_error("train.batch_size", ValueError):
+        plan = ddpkit.ScalePlan(
+            config["train.batch_size"],
+            config["algo.optim_params.policy.learning_rate.initial"],
+            job.world_size,
+            keep=config["train.keep_batch_size"],
+            rule=config["train.lr_scaling"],
+            accumulation=config["train.gradient_accumulation_steps"],
+        )
     loader = make_loader(index, config, plan.per_rank_batch_size)
     validation = None
     if config["experiment.validate"]:
@@ -168,19 +176,16 @@ def try_environment(index: Index) -> None:
     except UserError:
         raise
     except Exception as error:  # each version of MuJoCo fails in a way of its own
-        remedy = "pip install -e '.[examples-robot]' in the repository"
-        if "UnregisteredEnv" in [kind.__name__ for kind in type(error).__mro__]:  # robosuite's, for instance
-            remedy = "set experiment.env to an environment that gymnasium knows"
         raise UserError(
-            f"{index.env_id} cannot be simulated here ({type(error).__name__}: {error}): {remedy}, or set "
+            f"{index.env_id} cannot be simulated here ({type(error).__name__}: {error}): set experiment.env to an "
+            "environment that gymnasium knows, pip install -e '.[examples-robot]' in the repository, or set "
             "experiment.rollout.enabled=false"
         ) from None
     entries, statistics = index.entries, index.statistics
     remedy = "choose in observation.modalities.obs and experiment.env, or set experiment.rollout.enabled=false"
     missing = {*entries.numbers, *entries.cameras} - {*seen}
     if missing:
-        shown = ", ".join(seen)
-        raise UserError(f"{index.env_id} does not show {', '.join(sorted(missing))}, but {shown}: {remedy}")
+        raise UserError(f"{index.env_id} does not show {', '.join(sorted(missing))}, but {', '.join(seen)}: {remedy}")
     observed = sum(seen[name].size for name in entries.numbers)
     if (observed, action_size) != (len(statistics.mean), len(statistics.low)):
         raise UserError(
@@ -199,19 +204,6 @@ def load_encoders(policy: DiffusionPolicy, config: Config) -> None:
     for encoder in policy.encoders:
         left = encoder.load_pretrained(weights)
     log.info("%s: not used are %s", config[key], ", ".join(left) or "none")
-
-
-@user_error("train.batch_size", ValueError)
-def make_plan(config: Config, world_size: int) -> ddpkit.ScalePlan:
-    """Batch and learning rate on this number of ranks."""
-    return ddpkit.ScalePlan(
-        config["train.batch_size"],
-        config["algo.optim_params.policy.learning_rate.initial"],
-        world_size,
-        keep=config["train.keep_batch_size"],
-        rule=config["train.lr_scaling"],
-        accumulation=config["train.gradient_accumulation_steps"],
-    )
 
 
 def wrap(policy: DiffusionPolicy, config: Config, world_size: int, gpus: int) -> torch.nn.Module:
@@ -234,12 +226,11 @@ def lr_factor(config: Config, step: int) -> float:
     warmup = config[f"{rate}warmup_steps"]
     if step < warmup:
         return ddpkit.warmup_factor(step + 1, warmup)
-    kind = config[f"{rate}scheduler_type"]
-    if kind == "cosine":
+    if config[f"{rate}scheduler_type"] == "cosine":
         last = max(warmup + 1, config["train.num_epochs"] * every)
         progress = min(1.0, (step - warmup) / (last - warmup))
         return (1 + math.cos(math.pi * progress)) / 2
-    if kind == "multistep":
+    if config[f"{rate}scheduler_type"] == "multistep":
         passed = sum(step >= every * epoch for epoch in config[f"{rate}epoch_schedule"])
         return config[f"{rate}decay_factor"] ** passed
     return 1.0
@@ -285,19 +276,17 @@ def open_boards(folder: Path, config: Config, saved: dict[str, Any]) -> Boards:
 
 def roll_out(policy: DiffusionPolicy, index: Index, config: Config, folder: Path, epoch: int) -> float:
     """Measure success on unseen seeds, and make a film of the first of them. Collective."""
-    from . import drawing, evaluation
-    from .environments import Learned
+    from . import drawing
+    from .environments import UNSEEN, Learned, evaluate
 
     player, horizon, begun = Learned(policy, index.entries), config["experiment.rollout.horizon"], time.monotonic()
-    score = evaluation.evaluate(
-        index.env_id, player, config["experiment.rollout.n"], horizon, picture_size=index.picture_size
-    )
+    episodes, size = config["experiment.rollout.n"], index.picture_size
+    score = evaluate(index.env_id, player, episodes, horizon, picture_size=size)
     log.info("Epoch %d rollouts: success %s, %.0f s", epoch, score, time.monotonic() - begun)
     ddpkit.run_on_main(score.write, folder / "logs" / f"success_epoch_{epoch}.json")
     if config["experiment.render_video"]:
         video = folder / "videos" / f"epoch_{epoch}"
-        seed = evaluation.UNSEEN
-        ddpkit.run_on_main(drawing.film, index.env_id, player, seed, horizon, video, index.picture_size)
+        ddpkit.run_on_main(drawing.film, index.env_id, player, UNSEEN, horizon, video, size)
     return score.rate
 
 

@@ -6,7 +6,8 @@ import io
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,20 +19,13 @@ from torch import Tensor, nn
 import ddpkit
 
 log = logging.getLogger(__name__)
-SHOWN = 20  # of the things that do not fit
 
 
 def save_set(models: Path, step: int, nets: Mapping[str, nn.Module | None], **state: Any) -> None:
-    """Writes the files of an iteration. Collective.
+    """Writes the files of an iteration, of the networks by letter and of what else a run needs to go on. Collective.
 
-    The networks are bare state dicts on the CPU. The optimizer's file is a `ddpkit.Checkpointer`'s and holds all else
-    that a run needs to go on. Each file appears when it is complete, that one last: with it the set is complete.
-
-    Args:
-        models: Folder for them.
-        step: The iteration.
-        nets: The networks by their letter; None for one that there is not.
-        **state: What `ddpkit.Checkpointer.save()` takes.
+    The networks are bare state dicts on the CPU. The optimizer's file is a `ddpkit.Checkpointer`'s. Each file appears
+    when it is complete, that one last: with it the set is complete.
     """
     ddpkit.run_on_main(_write_nets, models, step, nets)
     scratch = models / f".{step}"
@@ -57,11 +51,7 @@ class Found:
 
 
 def find_newest(models: Path) -> Found | None:
-    """Reads the newest complete set, and the one before it if that cannot be read. Collective.
-
-    Raises:
-        UserError: On every rank, if there are sets but none can be read.
-    """
+    """Reads the newest complete set, and the one before it if that cannot be read. Collective."""
     steps = ddpkit.run_on_main(list_sets, models)
     for step in steps:
         try:
@@ -78,55 +68,28 @@ def _read_set(models: Path, step: int) -> Found:
     """Read a set; raise a `CheckpointError` on every rank if that cannot be done. Collective."""
     path = models / f"{step}_optimizerG.pth"
     saved = ddpkit.Checkpointer(models).load(path)
-    files = {letter: models / f"{step}_{letter}.pth" for letter in saved["nets"]}
-    problem = ddpkit.run_on_main(_problem_of, files.values())
-    if problem:
-        raise ddpkit.CheckpointError(problem)
-    return Found(path, {letter: _read(file) for letter, file in files.items()}, saved)
-
-
-def _problem_of(files: Iterable[Path]) -> str:
+    weights, problem = {}, ""
     try:
-        for file in files:
-            _read(file)
+        weights = {letter: _read(models / f"{step}_{letter}.pth") for letter in saved["nets"]}
     except UserError as error:
-        return str(error)
-    return ""
+        problem = str(error)
+    problems = list(filter(None, ddpkit.all_gather_object(problem)))
+    if problems:
+        raise ddpkit.CheckpointError(problems[0])
+    return Found(path, weights, saved)
 
 
 def restore_set(found: Found, nets: Mapping[str, nn.Module | None], **objects: Any) -> None:
-    """Loads a set into networks and objects. Collective.
-
-    Args:
-        found: What `find_newest()` found.
-        nets: As for `save_set()`. An E that the set has not got becomes its G.
-        **objects: What `ddpkit.Checkpointer.load()` takes.
-
-    Raises:
-        UserError: On every rank, if something does not fit.
-    """
+    """Loads a set into networks and objects; an E that the set has not got becomes its G. Collective."""
     for letter, net in nets.items():
         if net is not None:
             letter = letter if letter in found.weights else "G"
             fit(net, found.weights[letter], found.path.with_name(f"{found.saved['step']}_{letter}.pth"))
-    try:
-        ddpkit.Checkpointer(found.path.parent).load(found.path, **objects)
-    except ddpkit.CheckpointError as error:
-        raise UserError(f"{error}\nGo on with the options that the run began with, or name another task") from error
+    ddpkit.Checkpointer(found.path.parent).load(found.path, **objects)
 
 
 def load_weights(net: nn.Module, path: str | Path, *, strict: bool = True, average: bool = False) -> None:
-    """Load a state dict, bare or as `params` or `params_ema` of a released file, on every rank.
-
-    Args:
-        net: Where to.
-        path: The file; wrapper prefixes do not matter.
-        strict: Whether everything must fit; else what does not is listed in a warning and left out.
-        average: Whether to prefer `params_ema` if there are both.
-
-    Raises:
-        UserError: If it cannot be read or does not fit; the message says where.
-    """
+    """Load a state dict, bare or as `params` or, which an average prefers, `params_ema` of a released file."""
     weights = _read(Path(path))
     for key in sorted(("params", "params_ema"), reverse=average):
         if isinstance(weights.get(key), dict):
@@ -136,31 +99,18 @@ def load_weights(net: nn.Module, path: str | Path, *, strict: bool = True, avera
 
 
 def fit(net: nn.Module, weights: Mapping[str, Tensor], path: str | Path, strict: bool = True) -> None:
-    """Load a state dict.
-
-    Raises:
-        UserError: If it is to fit and does not, naming what is missing, unexpected or of another shape.
-    """
+    """Load a state dict; what does not fit is an error or, if not strict, listed in a warning and left out."""
     here, there = net.state_dict(), ddpkit.clean_state_dict(weights)
-    problems = [f"{name} is missing" for name in here.keys() - there.keys()]
-    problems += [f"{name} is not part of the network" for name in there.keys() - here.keys()]
-    fitting = {}
-    for name in here.keys() & there.keys():
-        if here[name].shape == getattr(there[name], "shape", None):
-            fitting[name] = there[name]
-            continue
-        shape = tuple(getattr(there[name], "shape", ()))
-        problems.append(f"{name} has shape {shape}, not {tuple(here[name].shape)}")
-    if problems:
-        shown = sorted(problems)[:SHOWN]
-        if len(problems) > SHOWN:
-            shown.append(f"and {len(problems) - SHOWN} more")
-        message = "\n  ".join([f"{path} does not fit the network of the options:", *shown])
+    try:
+        net.load_state_dict(there)
+    except RuntimeError as error:  # it lists all that does not fit
+        message = f"{path} does not fit the network of the options: {error}"
+        fitting = {n: value for n, value in there.items() if n in here and here[n].shape == value.shape}
         if strict or not fitting:
-            raise UserError(message)
+            raise UserError(message) from error
         if ddpkit.is_main_process():
             log.warning("%s\n  the other %d fit and are loaded", message, len(fitting))
-    net.load_state_dict(here | fitting)
+        net.load_state_dict(here | fitting)
 
 
 def _read(path: Path) -> dict[str, Tensor]:
@@ -182,16 +132,11 @@ def _write_nets(models: Path, step: int, nets: Mapping[str, nn.Module | None]) -
             state = {name: value.cpu() for name, value in ddpkit.unwrap_model(net).state_dict().items()}
             torch.save(state, buffer := io.BytesIO())  # torch would hide what the disk says
             temporary = models / f".{step}_{letter}.tmp"
-            with open(temporary, "wb") as file:
-                file.write(buffer.getbuffer())
-                file.flush()
-                os.fsync(file.fileno())
+            temporary.write_bytes(buffer.getbuffer())
             os.replace(temporary, models / f"{step}_{letter}.pth")
 
 
 @user_error("cannot save", OSError)
 def _publish(written: Path, path: Path) -> None:
     os.replace(written, path)
-    for rest in written.parent.iterdir():
-        rest.unlink()
-    written.parent.rmdir()
+    shutil.rmtree(written.parent)

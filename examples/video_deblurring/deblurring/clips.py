@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
-import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -56,11 +54,7 @@ SHOTS = (
 
 
 def find_clips() -> dict[str, Path]:
-    """The videos of the installed package, by file name.
-
-    Raises:
-        UserError: If it is not installed.
-    """
+    """The videos of the installed package, by file name."""
     try:
         files = importlib.metadata.files(PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:
@@ -102,13 +96,8 @@ def spike_counts(frames: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """What a spike camera of half the resolution sees: integrate and fire.
 
     Each pixel adds up the light; when the sum reaches 1 it fires a spike and keeps the rest, also from frame to frame.
-    Full light gives `SPIKES` spikes in the time of a real frame.
-
-    Args:
-        frames: Real frames, shape (n, height, width, 3), height and width even.
-
-    Returns:
-        Spikes per real frame, shape (n // WINDOW, WINDOW, height / 2, width / 2), at most `SPIKES`.
+    Full light gives `SPIKES` spikes in the time of a real frame. Frames (n, height, width, 3) become spikes per frame,
+    (n // WINDOW, WINDOW, height / 2, width / 2).
     """
     n, height, width, _ = frames.shape
     charge = np.full((height // 2, width // 2), 0.5)  # half-way, so that rounding favours neither side
@@ -125,26 +114,16 @@ def prepare(root: Path = ROOT, shots: Sequence[Shot] = SHOTS) -> Iterator[tuple[
     """Writes shots in the layout of the GoPro data set: `<root>/{train,test}_{GT,GT_blurred,spike}/<clip>/<frame>`.
 
     Sharp and blurred frames are PNG files, spike counts NumPy files of shape (WINDOW, height / 2, width / 2). The sharp
-    frame is the middle one of the window that was blurred. A shot that is there and complete is left alone; the folders
-    of one appear when they are complete.
-
-    Yields:
-        Each shot when it is done, and whether it had to be made.
-
-    Raises:
-        UserError: If the clips are not installed, or `root` holds other data or cannot be written.
+    frame is the middle one of the window that was blurred. A shot of which all frames are there is left alone. Yields
+    each shot when it is done, and whether it had to be made.
     """
-    found, recipe = find_clips(), {"window": WINDOW, "spikes": SPIKES, "shots": [asdict(shot) for shot in SHOTS]}
-    note = root / "prepared.json"
+    found, note = find_clips(), root / "prepared.json"
     if root.exists() and any(root.iterdir()) and not note.is_file():
         raise UserError(f"{root} holds data that this program did not make: name another folder with --root")
     with user_error("cannot write the prepared clips", OSError):
-        if not note.is_file() or json.loads(note.read_text()) != recipe:  # made by another version of this program
-            for shot in SHOTS:
-                for folder in _folders(root, shot).values():
-                    shutil.rmtree(folder, ignore_errors=True)
+        if not note.is_file():
             root.mkdir(parents=True, exist_ok=True)
-            note.write_text(json.dumps(recipe, indent=2) + "\n")
+            note.write_text(json.dumps({"window": WINDOW, "spikes": SPIKES}) + "\n")
         for shot in shots:
             made = not all(_is_complete(folder, shot) for folder in _folders(root, shot).values())
             if made:
@@ -170,19 +149,9 @@ def _make(root: Path, shot: Shot, path: Path) -> None:
     real = shrink(real, shot.shrink)
     frames = {"GT": _windows(real)[:, WINDOW // 2], "GT_blurred": blur(real), "spike": spike_counts(real)}
     for part, folder in _folders(root, shot).items():
-        temporary = folder.parent / f".{shot.name}.{os.getpid()}.tmp"
-        temporary.mkdir(parents=True)
-        try:
-            _write(temporary, frames[part], part)
-            shutil.rmtree(folder, ignore_errors=True)
-            temporary.rename(folder)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _write(folder: Path, frames: Iterable[NDArray[np.uint8]], part: str) -> None:
-    for number, frame in enumerate(frames):
-        if part == "spike":
-            np.save(folder / f"{number:06d}.npy", frame)
-        else:
-            Image.fromarray(frame).save(folder / f"{number:06d}.png", compress_level=1)
+        folder.mkdir(parents=True, exist_ok=True)
+        for number, frame in enumerate(frames[part]):
+            if part == "spike":
+                np.save(folder / f"{number:06d}.npy", frame)
+            else:
+                Image.fromarray(frame).save(folder / f"{number:06d}.png", compress_level=1)

@@ -25,27 +25,17 @@ HELD_OUT = {  # of REDS, by val_partition
 class Clip:
     """The frames of one clip: sharp ("H"), blurred ("L"), and spike counts ("S") where the options name some.
 
-    A frame is an array of bytes, (height, width, 3), for spikes (WINDOW, height / 2, width / 2).
-
-    Args:
-        name: What to call it.
-        names: The frames' names.
-        files: Where the frames are, by part, equally many.
-        sources: What reads them.
-        scale: How many times as high and wide as the blurred frames the sharp ones are.
+    A frame is an array of bytes, (height, width, 3), for spikes (WINDOW, height / 2, width / 2). The sharp frames are
+    `scale` times as high and wide as the blurred ones. Sources read the files, of which each part has equally many.
     """
 
     def __init__(
-        self,
-        name: str,
-        names: list[str],
-        files: dict[str, list[str]],
-        sources: dict[str, Source],
-        scale: int,
+        self, name: str, names: list[str], files: dict[str, list[str]], sources: dict[str, Source], scale: int
     ) -> None:
         self.name, self.names, self.parts = name, names, tuple(files)
         self._files, self._sources = files, sources
-        self._cache: Cache | None = None
+        self.cache: Cache | None = None
+        self.slots: dict[str, int] = {}  # of the first frame of each part there
         height, width = self.height, self.width = size_of(sources["H"], files["H"][0])
         if height % 2 or width % 2 or height % scale or width % scale:
             raise UserError(
@@ -67,19 +57,15 @@ class Clip:
 
     def frame(self, part: str, number: int) -> NDArray[np.uint8]:
         """Read a frame, or look it up where it has been read before."""
-        if self._cache is None:
+        if self.cache is None:
             return self._load(part, number)
-        slot = self._slots[part] + number
-        kept = self._cache.get(slot)
+        slot = self.slots[part] + number
+        kept = self.cache.get(slot)
         if kept is not None:
             return kept.reshape(self.shapes[part])
         frame = self._load(part, number)
-        self._cache.put(slot, frame)
+        self.cache.put(slot, frame)
         return frame
-
-    def keep(self, cache: Cache, slots: dict[str, int]) -> None:
-        """Keep frames in a cache: those of a part from a slot on."""
-        self._cache, self._slots = cache, slots
 
     def _load(self, part: str, number: int) -> NDArray[np.uint8]:
         where = self._files[part][number]
@@ -99,16 +85,7 @@ class Clip:
 
 
 def find_clips(data: dict[str, Any], least: int, scale: int = 1) -> list[Clip]:
-    """Find the clips that a `datasets` section of the options names. Collective.
-
-    Args:
-        data: The section.
-        least: Frames that a clip must have.
-        scale: As for a `Clip`.
-
-    Raises:
-        UserError: If a folder, clip or frame is missing or does not fit; the message says which.
-    """
+    """Find the clips that a `datasets` section of the options names, each of at least so many frames. Collective."""
     sources = {part: open_source(data[key], part) for part, key in PARTS.items() if data[key]}
     listed = data["meta_info_file"]
     names = _listed_names(listed) if listed else dict.fromkeys(sources["H"].clips(), ())
@@ -127,17 +104,8 @@ def find_clips(data: dict[str, Any], least: int, scale: int = 1) -> list[Clip]:
     return clips
 
 
-def span(data: dict[str, Any]) -> int:
-    """Count the frames that a training sample spans at most."""
-    return (data["num_frame"] - 1) * max(data["interval_list"]) + 1
-
-
 def _find_pieces(
-    name: str,
-    wanted: Sequence[int],
-    data: dict[str, Any],
-    sources: dict[str, Source],
-    scale: int,
+    name: str, wanted: Sequence[int], data: dict[str, Any], sources: dict[str, Source], scale: int
 ) -> list[Clip]:
     """Find a clip, or as many as there are pieces that its frames were cut into."""
     files = {part: source.frames(name) for part, source in sources.items()}
@@ -150,7 +118,12 @@ def _find_pieces(
             )
     clips = []
     for piece, frames in sub_images(files["H"]).items():
-        chosen = {whole: frame for whole, frame in frames.items() if _is_wanted(whole, wanted)}
+        chosen = frames
+        if len(wanted) == 2:  # so many from a first one on
+            count, first = wanted
+            chosen = {
+                whole: frames[whole] for whole in frames if not whole.isdigit() or 0 <= int(whole) - first < count
+            }
         if wanted and len(chosen) != wanted[0]:
             raise UserError(
                 f"{data['dataroot_gt']}/{name} has {len(chosen)} frames, but meta_info_file says {wanted[0]}"
@@ -160,26 +133,16 @@ def _find_pieces(
     return clips
 
 
-def _is_wanted(frame: str, wanted: Sequence[int]) -> bool:
-    """Tell whether a frame is one of so many from a first one on, where a list says that."""
-    if len(wanted) < 2 or not frame.isdigit():
-        return True
-    count, first = wanted
-    return first <= int(frame) < first + count
-
-
 def _keep_all(clips: list[Clip]) -> None:
     """Give clips a cache for the frames of all of them. Collective."""
     sizes: list[int] = []
-    slots = []
     for clip in clips:
-        slots.append({})
         for part in clip.parts:
-            slots[-1][part] = len(sizes)
-            sizes += [int(np.prod(clip.shapes[part]))] * len(clip)
+            clip.slots[part] = len(sizes)
+            sizes += [math.prod(clip.shapes[part])] * len(clip)
     cache = Cache(sizes)
-    for clip, first in zip(clips, slots, strict=True):
-        clip.keep(cache, first)
+    for clip in clips:
+        clip.cache = cache
 
 
 @user_error("cannot read meta_info_file", OSError, ValueError)
@@ -196,16 +159,9 @@ def _listed_names(file: str) -> dict[str, list[int]]:
 class Crops:
     """Random crops of `num_frame` frames, augmented; the samples of an epoch cover the frames about once.
 
-    What a sample is depends on (seed, epoch, index) alone, so any number of ranks and workers draws the same.
-
-    Args:
-        clips: Of which crops are taken.
-        data: The `datasets.train` section of the options.
-        seed: The run's.
-        scale: As for a `Clip`.
-
-    A sample holds, by part, bytes of shape (num_frame, channels, height, width): "H" of `gt_size` pixels a side, "L"
-    of as many by the scale, "S" of half of it.
+    What a sample is depends on (seed, epoch, index) alone, so any number of ranks and workers draws the same. It
+    holds, by part, bytes of shape (num_frame, channels, height, width): "H" of `gt_size` pixels a side, "L" of as many
+    by the scale, "S" of half of it.
     """
 
     def __init__(self, clips: list[Clip], data: dict[str, Any], seed: int, scale: int = 1) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from multiprocessing import reduction
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,16 +31,6 @@ SUBFOLDERS = {"H": ("sharp", "GT"), "L": ("blur", "input"), "S": ("spike",)}  # 
 MAKE_IT = "run prepare.py to make the example's data, or name your own in the option file"
 _PICTURES = (".png", ".jpg", ".jpeg", ".bmp")
 _UNREADABLE = (OSError, ValueError, EOFError, SyntaxError)  # the last two: an empty .npy file, a broken PNG file
-
-
-class Source(Protocol):
-    """One part of a data set: the frames of its clips, by their names without the suffix."""
-
-    def clips(self) -> list[str]: ...
-
-    def frames(self, clip: str) -> dict[str, str]: ...
-
-    def open(self, frame: str) -> BinaryIO: ...
 
 
 def open_source(root: str, part: str) -> Source:
@@ -119,6 +109,9 @@ class Lmdb:
         return io.BytesIO(found)
 
 
+Source = Folders | Lmdb  # one part of a data set: its clips, and their frames by names without the suffix
+
+
 def decode(source: Source, frame: str, part: str) -> NDArray[np.uint8]:
     """Read a frame: (height, width, 3), or the array of its spikes."""
     with user_error(f"cannot read {frame}", *_UNREADABLE), source.open(frame) as file:
@@ -138,11 +131,7 @@ def size_of(source: Source, frame: str) -> tuple[int, int]:
 
 
 def sub_images(names: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Group pieces of frames that were cut beforehand, `<frame>_s001`, as extract_subimages.py names them.
-
-    Returns:
-        For each piece, "_s001", the names of its frames by that of the whole one; by "" those of whole frames.
-    """
+    """Group frames by "", whole, and by "_s001", ..., pieces as extract_subimages.py names them; then by whole name."""
     pieces: dict[str, dict[str, str]] = {}
     for name in names:
         whole, piece = re.fullmatch(r"(.*?)(_s\d{3})?", name).groups(default="")
@@ -156,9 +145,6 @@ class Cache:
     A frame is there from the time at which somebody has read it first. The file is in the folder for temporary files,
     which `TMPDIR` names; it has no name there, so that it goes with the last process, however that ends. It takes at
     most half of what is free; frames beyond that are decoded each time. Making it is collective.
-
-    Args:
-        sizes: Bytes of each frame, the same on every rank.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from shared.program import check_shape, find_class
-from shared.settings import refuse
+from shared.program import check_shape, find_class, user_error
 from torch import Tensor, nn
 
 import ddpkit
@@ -40,12 +39,8 @@ def check_restored(frames: Tensor, shape: Sequence[int]) -> None:
 def inject_detail(blurred: Tensor, spikes: Tensor) -> Tensor:
     """Adds to each blurred frame what its middle moment differs in from the whole exposure, as the spikes saw it.
 
-    Args:
-        blurred: Shape (batch, frames, 3, height, width), in [0, 1].
-        spikes: Shape (batch, frames, WINDOW, height / 2, width / 2), in [0, 1].
-
-    Returns:
-        The shape of `blurred`. It needs no training.
+    Blurred frames are (batch, frames, 3, height, width), spikes (batch, frames, WINDOW, height / 2, width / 2), all in
+    [0, 1]. It needs no training.
     """
     detail = spikes[:, :, WINDOW // 2] - spikes.mean(2)
     detail = F.avg_pool2d(F.pad(detail, (1, 1, 1, 1), mode="replicate"), 3, stride=1)  # spike counts are coarse
@@ -56,12 +51,6 @@ class TinyClip(nn.Module):
     """A residual network at half the resolution that sees all frames of a window at once.
 
     With spikes it corrects the detail injection, else the blurred frames; untrained it returns these as they are.
-
-    Args:
-        num_frame: Frames in and out.
-        embed_dim: Channels.
-        depth: Residual blocks.
-        spikes: Whether there is a spike stream.
     """
 
     def __init__(self, num_frame: int, embed_dim: int, depth: int, spikes: bool) -> None:
@@ -101,35 +90,15 @@ class Block(nn.Module):
 
 
 def make_network(opt: Mapping[str, Any]) -> nn.Module:
-    """Make the network that the options name, on the first rank of each node first: some fetch files then. Collective.
-
-    Raises:
-        UserError: If it cannot be found, or does not take what `netG` says.
-    """
+    """Make the network that the options name; first on one rank of each node, as some fetch files then. Collective."""
     arguments = dict(opt["netG"])
     kind = arguments.pop("net_type")
     if kind == "tiny_clip":
         return TinyClip(opt["datasets"]["train"]["num_frame"], **arguments, spikes=has_spikes(opt))
     kind = KAIRS.get(kind, kind)
     make = find_class("netG.net_type", kind)
-    _check_arguments(kind, make, arguments)
+    signature = inspect.signature(make)
+    with user_error(f"netG: {kind}{signature}", TypeError):
+        signature.bind(**arguments)
     with ddpkit.main_process_first(local=True):
         return make(**arguments)
-
-
-def _check_arguments(kind: str, make: Callable[..., nn.Module], arguments: Mapping[str, Any]) -> None:
-    parameters = inspect.signature(make).parameters.values()
-    names = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
-    if len(names) == len(parameters):
-        refuse(
-            f"netG.{name} is unknown to {kind}, which takes {', '.join(names)}"
-            for name in arguments
-            if name not in names
-        )
-    refuse(
-        f"netG.{parameter.name} is missing: {kind} has no default for it"
-        for parameter in parameters
-        if parameter.default is parameter.empty
-        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        and parameter.name not in arguments
-    )

@@ -14,6 +14,7 @@ from shared.settings import (
     Setting,
     Table,
     absent,
+    betas,
     choice,
     count,
     fill_in,
@@ -32,32 +33,18 @@ from shared.settings import (
 from deblurring.clips import ROOT
 
 Options = dict[str, Any]
-TRAIN_TYPES = ("VideoRecurrentTrainDataset", "TrainDatasetRGBSpike")
-TEST_TYPES = ("VideoRecurrentTestDataset", "TestDatasetRGBSpike")
 
 
-def is_folder_name(value: Any) -> bool:
-    return isinstance(value, str) and value.strip(". ") != "" and "/" not in value
-
-
-def is_crop_size(value: Any) -> bool:
-    return type(value) is int and value >= 8 and value % 2 == 0
+def is_tile(value: Any) -> bool:
+    return value in (0, *range(32, 2**16, 2))
 
 
 def is_network(value: Any) -> bool:
-    return value in ("tiny_clip", "vrt") or (isinstance(value, str) and re.fullmatch(r"[\w.]+:\w+", value) is not None)
-
-
-def is_patch_size(value: Any) -> bool:
-    return value == 0 or (type(value) is int and value >= 32 and value % 2 == 0)
+    return re.fullmatch(r"tiny_clip|vrt|[\w.]+:\w+", str(value)) is not None
 
 
 def are_milestones(value: Any) -> bool:
     return many(count()).fits(value) and value == sorted(set(value))
-
-
-def are_betas(value: Any) -> bool:
-    return many(number(interval="[0, 1)")).fits(value) and len(value) == 2
 
 
 def missing(reason: str) -> Setting:
@@ -74,9 +61,9 @@ _dataset = {
 }
 _train_dataset = {
     "cache_data": flag(True),
-    "dataset_type": choice(*TRAIN_TYPES, default=REQUIRED),
+    "dataset_type": choice("VideoRecurrentTrainDataset", "TrainDatasetRGBSpike", default=REQUIRED),
     "num_frame": count(),
-    "gt_size": Setting("an even number of at least 8", is_crop_size),
+    "gt_size": Setting("an even number of at least 8", lambda value: value in range(8, 2**16, 2)),
     "use_hflip": flag(),
     "use_rot": flag(),
     "dataloader_shuffle": flag(True),
@@ -91,6 +78,10 @@ _train_dataset = {
     "val_partition": or_null(choice("", "REDS4", "official")),
     "test_mode": missing("it would train on the clips of val_partition"),
 }
+_test_dataset = {
+    "cache_data": flag(),
+    "dataset_type": choice("VideoRecurrentTestDataset", "TestDatasetRGBSpike", default=REQUIRED),
+}
 _train = {
     "total_iter": count(),
     "manual_seed": or_null(count(low=0)),
@@ -100,7 +91,7 @@ _train = {
     "G_charbonnier_eps": number(1e-6),
     "G_optimizer_type": choice("adam", "adamw", default=REQUIRED),
     "G_optimizer_lr": number(interval="(0, inf)"),
-    "G_optimizer_betas": Setting("two numbers in [0, 1)", are_betas, [0.9, 0.99]),
+    "G_optimizer_betas": betas([0.9, 0.99]),
     "G_optimizer_wd": number(0.0),
     "G_optimizer_clipgrad": or_null(number()),
     "G_optimizer_reuse": flag(True),
@@ -126,7 +117,7 @@ _train = {
 _val = {
     "num_frame_testing": or_null(count(low=0)),  # null: num_frame; 0: whole clips
     "num_frame_overlapping": count(0, low=0),
-    "size_patch_testing": or_null(Setting("an even number of at least 32, or 0 for whole frames", is_patch_size)),
+    "size_patch_testing": or_null(Setting("an even number of at least 32, or 0 for whole frames", is_tile)),
     "save_img": flag(),
     "center_frame_only": flag(),
     "flip_seq": flag(),
@@ -142,7 +133,7 @@ _logging = {
 }
 _SECTIONS = {
     "": {
-        "task": Setting("the name of a folder", is_folder_name),
+        "task": text(),
         "model": choice("vrt"),
         "gpu_ids": or_null(many(count(low=0))),
         "dist": flag(),
@@ -151,13 +142,9 @@ _SECTIONS = {
         "scale": choice(1, 2, 3, 4),
         "n_channels": choice(3),
     },
-    "path.": {
-        "root": text("experiments"),
-        "pretrained_netG": or_null(text()),
-        "pretrained_netE": or_null(text()),
-    },
+    "path.": {"root": text("experiments"), "pretrained_netG": or_null(text()), "pretrained_netE": or_null(text())},
     "datasets.train.": _dataset | _train_dataset,
-    "datasets.test.": _dataset | {"dataset_type": choice(*TEST_TYPES, default=REQUIRED), "cache_data": flag()},
+    "datasets.test.": _dataset | _test_dataset,
     "netG.": {"net_type": Setting("tiny_clip, vrt or package.module:Class", is_network)},
     "train.": _train,
     "val.": _val,
@@ -171,11 +158,8 @@ _VRT_SIZES = """
     deformable_groups nonblind_denoising use_checkpoint_attn use_checkpoint_ffn no_checkpoint_attn_blocks
     no_checkpoint_ffn_blocks optical_flow in_chans out_chans recal_all_flows
 """
-
-
 _FILES = "io_backend filename_tmpl filename_ext"
 _FOUND = "folders, .lmdb folders and the names of frames are seen by what they are"
-
 ABSENT = (
     absent("path.", "pretrained_optimizerG", "the newest set under models/ is found by itself")
     | absent("datasets.train.", _FILES, _FOUND)
@@ -201,14 +185,7 @@ def _table(layers: Iterable[Mapping[str, Any]]) -> Table:
 
 
 def read_options(path: str | Path, changes: Iterable[str] = ()) -> Options:
-    """Read an option file and `key=value` arguments, which are stronger, and fill in the defaults.
-
-    Returns:
-        Nested dictionaries, as in the file.
-
-    Raises:
-        UserError: If anything is wrong; the message names every key.
-    """
+    """Read an option file and `key=value` arguments, which are stronger, and fill in the defaults."""
     given = read_arguments(changes)
     for key in given:
         if "api_key" in key or "api_key" in str(given[key]):
@@ -220,20 +197,14 @@ def read_options(path: str | Path, changes: Iterable[str] = ()) -> Options:
 
 
 def complete(
-    content: Mapping[str, Any],
-    name: str = "the option file",
-    changes: Mapping[str, Any] | None = None,
+    content: Mapping[str, Any], name: str = "the option file", changes: Mapping[str, Any] | None = None
 ) -> Options:
-    """Check options and add the defaults.
-
-    Raises:
-        UserError: If anything is wrong, naming every key.
-    """
+    """Check options and add the defaults."""
     layers = {name: content, COMMAND_LINE: changes or {}}
     if "netG" in layers[COMMAND_LINE]:  # in place of the file's, which may name another network
         layers[name] = {**content, "netG": {}}
     opt = nested(fill_in(_table(layers.values()), layers))
-    refuse(_contradictions(opt))
+    refuse([*_about_data(opt), *_about_training(opt["train"]), *_about_testing(opt)])
     _fill_in(opt)
     return opt
 
@@ -247,28 +218,17 @@ def has_spikes(opt: Options, split: str = "train") -> bool:
     return "RGBSpike" in opt["datasets"][split]["dataset_type"]
 
 
-def _contradictions(opt: Options) -> Iterator[str]:
-    yield from _about_data(opt)
-    yield from _about_training(opt["train"])
-    yield from _about_testing(opt)
-
-
 def _about_data(opt: Options) -> Iterator[str]:
     data = opt["datasets"]["train"]
     if has_spikes(opt) != has_spikes(opt, "test"):
         yield "datasets.train.dataset_type and datasets.test.dataset_type: both with spikes, or neither"
-    for split in ("train", "test"):
-        spikes = has_spikes(opt, split)
-        if opt["datasets"][split]["dataroot_spike"] and not spikes:
+    for split, section in opt["datasets"].items():
+        roots = ["dataroot_gt", "dataroot_lq", "dataroot_spike"]
+        if not has_spikes(opt, split) and section[roots.pop()]:
             yield f"datasets.{split}.dataroot_spike needs a dataset_type with RGBSpike in its name"
-        roots = ["dataroot_gt", "dataroot_lq", *(["dataroot_spike"] if spikes else [])]
-        absent = [name for name in roots if opt["datasets"][split][name] is None]
+        absent = [name for name in roots if section[name] is None]
         if 0 < len(absent) < len(roots):
             yield f"datasets.{split} lacks {' and '.join(absent)}: name {', '.join(roots)}, or none of them"
-    if not data["dataloader_num_workers"]:
-        for name in ("dataloader_persistent_workers", "dataloader_prefetch_factor"):
-            if data[name]:
-                yield f"datasets.train.{name} needs dataloader_num_workers of at least 1"
     scale = opt["scale"]
     if scale > 1 and (has_spikes(opt) or opt["netG"]["net_type"] == "tiny_clip"):
         yield f"scale must be 1, not {scale}, with tiny_clip and with spikes: these have half the sharp frames' height"
@@ -304,8 +264,7 @@ def _fill_in(opt: Options) -> None:
     """The defaults that depend on other keys."""
     if opt["val"]["num_frame_testing"] is None:
         opt["val"]["num_frame_testing"] = opt["datasets"]["train"]["num_frame"]
-    for split in ("train", "test"):
-        data = opt["datasets"][split]
+    for split, data in opt["datasets"].items():
         for name, part in (("dataroot_gt", "GT"), ("dataroot_lq", "GT_blurred"), ("dataroot_spike", "spike")):
-            if data[name] is None and (part != "spike" or "RGBSpike" in data["dataset_type"]):
+            if data[name] is None and (part != "spike" or has_spikes(opt, split)):
                 data[name] = str(ROOT / f"{split}_{part}")

@@ -12,7 +12,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from shared.boards import Boards
 from shared.program import Parser, UserError, log_to, one_message, user_error
 
@@ -20,16 +19,10 @@ import ddpkit
 from deblurring.options import Options, read_options, redacted
 
 log = logging.getLogger(__name__)
-Main = Callable[[Options, ddpkit.Context], int | None]
 
 
-def run(main: Main, description: str) -> None:
-    """Run a program as this rank, with the options that its command line names.
-
-    Args:
-        main: Called with the options and where this rank stands; it may return an exit code.
-        description: For `--help`.
-    """
+def run(main: Callable[[Options, ddpkit.Context], int | None], description: str) -> None:
+    """Run a program as this rank, with the options that its command line names; it may return an exit code."""
     with one_message():
         logging.getLogger("ddpkit").setLevel(logging.WARNING)  # the banner is our report of the launch
         parser = Parser(description)
@@ -38,20 +31,15 @@ def run(main: Main, description: str) -> None:
         given = parser.parse_intermixed_args()
         _choose_gpus(given.opt, given.changes)
         with ddpkit.distributed() as job:
-            sys.stderr.write(banner(job))
+            line = "=" * 60
+            about = f"Distributed training: process {job.rank} of {job.world_size}\n{job}"
+            sys.stderr.write(f"{line}\n{about}\n{line}\n")  # in one piece, so that several do not mix
             opt = ddpkit.run_on_main(read_options, given.opt, given.changes)
-            doubt = _doubt_gpus(opt["gpu_ids"] or [], job)
-            if doubt and job.rank == 0:
-                log.warning(doubt)
+            if opt["gpu_ids"] and job.world_size > 1 and job.rank == 0:
+                log.warning("gpu_ids is for one process; here each rank has the device of its local rank")
             code = main(opt, job)
         if code:
             sys.exit(code)
-
-
-def banner(job: ddpkit.Context) -> str:
-    """Say which process this is; in one piece, so that several do not mix."""
-    line = "=" * 60
-    return f"{line}\nDistributed training: process {job.rank} of {job.world_size}\n{job}\n{line}\n"
 
 
 def _choose_gpus(path: str, changes: Sequence[str]) -> None:
@@ -72,18 +60,9 @@ def visible_gpus(ids: list[int], visible: str | None) -> str:
     return ",".join(names[i] for i in ids if i < len(names))
 
 
-def _doubt_gpus(ids: list[int], job: ddpkit.Context) -> str:
-    if ids and job.world_size > 1:
-        return "gpu_ids is for one process; here each rank has the device of its local rank"
-    if len(ids) > (found := torch.cuda.device_count()):
-        return f"gpu_ids names {len(ids)} GPUs, but {found} can be used: this process has {job.device}"
-    return ""
-
-
 def count_workers(asked: int) -> int:
     """Count the processes that are to load data for this rank: no more than it has cores, as the original's 32 are."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    most = max(1, cores // ddpkit.get_local_world_size())
+    most = max(1, len(os.sched_getaffinity(0)) // ddpkit.get_local_world_size())
     if asked > most:
         log.info("%d loading processes per rank instead of %d: there are no more cores", most, asked)
     return min(asked, most)
@@ -131,22 +110,16 @@ class Speed:
 
     def waiting(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Give a loader's batches, and count the time in which there is none."""
-        batches = iter(loader)
-        while True:
-            begun = time.perf_counter()
-            batch = next(batches, None)
+        begun = time.perf_counter()
+        for batch in loader:
             self._waited += time.perf_counter() - begun
-            if batch is None:
-                return
             yield batch
+            begun = time.perf_counter()
 
-    def waits(self) -> float:
-        """The share of this rank's time in which it has waited for data."""
-        return self._waited / (time.perf_counter() - self._begun)
-
-    def rate(self) -> float:
-        """Images per second on this rank."""
-        return self.images / (time.perf_counter() - self._begun)
+    def measured(self) -> tuple[float, float]:
+        """Images per second on this rank, and the share of its time in which it has waited for data."""
+        seconds = time.perf_counter() - self._begun
+        return self.images / seconds, self._waited / seconds
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -1,12 +1,13 @@
-"""Tests a network on whole clips, which are spread over the ranks, next to what needs no training."""
+"""Tests a network on whole clips, which are spread over the ranks, next to what needs no training: scores, pictures."""
 
 from __future__ import annotations
 
 import csv
 import json
 import logging
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,19 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
 from shared.program import evaluating, user_error
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import ddpkit
 from deblurring.data import Clip, find_clips
-from deblurring.metrics import as_image, find_lpips, lpips_of, measure
 from deblurring.networks import as_float, inject_detail
-from deblurring.pictures import Picture, save, save_film, strip, thumbnail
 from deblurring.tiles import count_tiles, restore
 
+Picture = NDArray[np.uint8]
+RATE = 10  # frames per second of a film: slow enough to look at
+THUMBNAIL = 1536  # pixels that a picture for a board is wide at most
 Scores = dict[str, dict[str, float]]  # by what was scored: "blurred", "injection" with spikes, "restored"; by metric
 Frames = dict[str, Scores]  # by the frame's name
 log = logging.getLogger(__name__)
@@ -47,18 +50,13 @@ class Report:
         return _mean([self.clip(name) for name in self.frames])
 
     def table(self) -> str:
-        """Write PSNR in dB, SSIM and, if there is, LPIPS of every clip as Markdown."""
+        """Write PSNR in dB and SSIM of every clip as Markdown."""
         average = self.mean()
         kinds = list(average)
-        metrics = [name for name in ("psnr", "ssim", "lpips") if name in average["restored"]]
-        names = " / ".join(name.upper() for name in metrics)
-        heads = ["clip", *(f"{kind} {names}" for kind in kinds), *(f"gain over {kind}" for kind in kinds[:-1])]
+        heads = ["clip", *(f"{kind} PSNR / SSIM" for kind in kinds), *(f"gain over {kind}" for kind in kinds[:-1])]
         lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
         for name, scores in {**{name: self.clip(name) for name in self.frames}, "mean": average}.items():
-            cells = [name]
-            for kind in kinds:
-                digits = [f"{scores[kind][metric]:.{2 if metric == 'psnr' else 4}f}" for metric in metrics]
-                cells.append(" / ".join(digits))
+            cells = [name, *(f"{scores[kind]['psnr']:.2f} / {scores[kind]['ssim']:.4f}" for kind in kinds)]
             cells += [f"{scores['restored']['psnr'] - scores[kind]['psnr']:+.2f} dB" for kind in kinds[:-1]]
             lines.append(f"| {' | '.join(cells)} |")
         return "\n".join(lines)
@@ -78,33 +76,21 @@ def find_test_clips(opt: Mapping[str, Any]) -> list[Clip]:
 
 
 def test(
-    net: nn.Module,
-    clips: list[Clip],
-    opt: Mapping[str, Any],
-    device: torch.device,
-    images: Path,
-    label: str,
+    net: nn.Module, clips: list[Clip], opt: Mapping[str, Any], device: torch.device, images: Path, label: str
 ) -> Report:
     """Restore and score every clip, each on one rank; all get the exact result. Collective.
 
-    Args:
-        net: The network, wrapped or not.
-        clips: The test set, the same on every rank.
-        opt: The options.
-        device: This rank's.
-        images: Folder for pictures: `<clip>/<label>.png` shows a frame blurred, restored and sharp; with `save_img`
-            `<clip>/<frame>_<label>.png` is each restored frame, and `<clip>/<label>.mp4` a film.
-        label: What to call them.
+    Under `images`, `<clip>/<label>.png` shows a frame blurred, restored and sharp; with `save_img`
+    `<clip>/<frame>_<label>.png` is each restored frame, and `<clip>/<label>.mp4` a film.
     """
     ddpkit.sync_buffers(net)  # each rank has its own statistics of batches
     net = ddpkit.unwrap_model(net)  # ranks have different numbers of clips, and DDP's forward may wait
     mine = list(ddpkit.DistributedEvalSampler(clips))
-    lpips = find_lpips(device)
     tiles = [count_tiles(len(clip), *clip.shapes["L"][:2], opt) for clip in clips]
     no_bar = None if ddpkit.is_main_process() else True  # None: a bar if there is a terminal
     bar = tqdm(total=sum(tiles[i] for i in mine), desc="test", unit="tile", leave=False, disable=no_bar)
     with bar, evaluating(net):
-        found = [_test_clip(net, clips[i], opt, device, images, label, lpips, bar) for i in mine]
+        found = [_test_clip(net, clips[i], opt, device, images, label, bar) for i in mine]
     results = ddpkit.gather_exact(found, mine, len(clips))
     names = [clip.name for clip in clips]
     frames, pictures = ({name: result[i] for name, result in zip(names, results, strict=True)} for i in (0, 1))
@@ -144,7 +130,6 @@ def _test_clip(
     device: torch.device,
     images: Path,
     label: str,
-    lpips: nn.Module | None,
     bar: tqdm,
 ) -> tuple[Frames, Picture]:
     begun = time.perf_counter()
@@ -156,9 +141,6 @@ def _test_clip(
     for number in numbers:
         shown, sharp = _show(parts, restored, number, device)
         scores[clip.names[number]] = {what: measure(frame, sharp) for what, frame in shown.items()}
-        if lpips is not None:
-            for what, frame in shown.items():
-                scores[clip.names[number]][what]["lpips"] = lpips_of(lpips, frame, sharp)
 
     def picture(number: int) -> Picture:
         shown, sharp = _show(parts, restored, number, device)
@@ -176,10 +158,7 @@ def _test_clip(
 
 
 def _show(
-    parts: Mapping[str, Tensor],
-    restored: Tensor,
-    number: int,
-    device: torch.device,
+    parts: Mapping[str, Tensor], restored: Tensor, number: int, device: torch.device
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Make one frame, by what is scored, and the sharp one, all of the same size, in [0, 1]."""
     frame = as_float({part: values[number : number + 1] for part, values in parts.items()}, device)
@@ -195,3 +174,93 @@ def _show(
 
 def _pixels(frame: Tensor) -> NDArray[np.uint8]:
     return as_image(frame).byte().permute(1, 2, 0).cpu().numpy()
+
+
+def strip(frames: Mapping[str, Picture]) -> Picture:
+    """Put pictures of one size, (height, width, 3), side by side, each with its label."""
+    return np.concatenate([_labelled(frame, label) for label, frame in frames.items()], 1)
+
+
+def thumbnail(picture: Picture) -> Picture:
+    image = Image.fromarray(picture)
+    image.thumbnail((THUMBNAIL, THUMBNAIL))
+    return np.asarray(image)
+
+
+def save(path: Path, picture: Picture) -> None:
+    with user_error(f"cannot write pictures to {path.parent}", OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(picture).save(path)
+
+
+def save_film(path: Path, pictures: Iterable[Picture]) -> None:
+    """Write pictures of one size, even in height and width, as a film that browsers play."""
+    import av
+
+    with user_error(f"cannot write {path}", OSError), av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", RATE)
+        stream.pix_fmt = "yuv420p"
+        for number, picture in enumerate(pictures):
+            if number == 0:
+                stream.height, stream.width, _ = picture.shape
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
+
+
+def _labelled(frame: Picture, label: str) -> Picture:
+    height = max(10, frame.shape[0] // 24)
+    image = Image.fromarray(frame)
+    draw = ImageDraw.Draw(image)
+    font = ImageFont.load_default(height)
+    place = (height // 2, height // 4)
+    draw.rectangle(draw.textbbox(place, label, font), fill="black")
+    draw.text(place, label, "white", font)
+    return np.asarray(image)
+
+
+def measure(frame: Tensor, sharp: Tensor) -> dict[str, float]:
+    """Score a frame (3, height, width) in [0, 1], as image files are scored: values are rounded to bytes first."""
+    one, other = as_image(frame), as_image(sharp)
+    y, other_y = luminance(one), luminance(other)
+    scores = {"psnr": psnr(one, other), "ssim": ssim(one, other)}
+    return scores | {"psnr_y": psnr(y, other_y), "ssim_y": ssim(y, other_y)}
+
+
+def as_image(frames: Tensor) -> Tensor:
+    """Frames in [0, 1] as an image file holds them: whole numbers in [0, 255], still as floats."""
+    return (frames.clamp(0, 1) * 255).round().double()
+
+
+def luminance(frame: Tensor) -> Tensor:
+    """Y of ITU-R BT.601 in [16, 235], of a frame of shape (3, height, width) in [0, 255], with one channel."""
+    red, green, blue = frame
+    return ((65.481 * red + 128.553 * green + 24.966 * blue) / 255 + 16)[None]
+
+
+def psnr(one: Tensor, other: Tensor) -> float:
+    """Peak signal-to-noise ratio of two images in dB, of values in [0, 255]; infinite for equal ones."""
+    error = (one - other).square().mean().item()
+    return 10 * math.log10(255**2 / error) if error else math.inf
+
+
+def ssim(one: Tensor, other: Tensor) -> float:
+    """Structural similarity (Wang et al. 2004) of two images of values in [0, 255], with a Gaussian window of 11 pixels
+    and sigma 1.5.
+    """
+    c1, c2 = (0.01 * 255) ** 2, (0.03 * 255) ** 2
+    mean1, mean2 = _window(one), _window(other)
+    variances = _window(one * one) + _window(other * other) - mean1**2 - mean2**2
+    covariance = _window(one * other) - mean1 * mean2
+    similarity = (2 * mean1 * mean2 + c1) * (2 * covariance + c2)
+    return (similarity / ((mean1**2 + mean2**2 + c1) * (variances + c2))).mean().item()
+
+
+def _window(image: Tensor) -> Tensor:
+    """Weighted means over the window, where it lies inside the image; sums of shifted images, as a convolution of one
+    channel takes 20 times as long.
+    """
+    weights = [math.exp(-(at**2) / (2 * 1.5**2)) for at in range(-5, 6)]
+    for dim in (-2, -1):
+        length = image.shape[dim] - 10
+        image = sum(weight / sum(weights) * image.narrow(dim, i, length) for i, weight in enumerate(weights))
+    return image

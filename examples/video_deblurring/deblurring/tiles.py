@@ -24,20 +24,11 @@ def restore(
     device: torch.device,
     tick: Callable[[], object] = lambda: None,
 ) -> Tensor:
-    """Restore a whole clip.
+    """Restore a whole clip: bytes by part, as crops have them, to (frames, 3, scale · height, scale · width).
 
     Windows of `num_frame_testing` frames overlap, and there the mean is taken. So do tiles of `size_patch_testing`
     pixels, but for what is cut off them; the last of a row or column overlaps by more, and there the mean is taken.
-
-    Args:
-        net: The network, on the device.
-        clip: Bytes on the CPU, by part: "L" of shape (frames, 3, height, width), "S" as crops have it.
-        opt: The options.
-        device: Where the network is.
-        tick: Called after each tile.
-
-    Returns:
-        Floats on the CPU, of shape (frames, 3, scale · height, scale · width).
+    `tick` is called after each tile.
     """
     val, clip = opt["val"], {part: clip[part] for part in ("L", "S") if part in clip}
     frames = len(clip["L"])
@@ -59,19 +50,14 @@ def count_tiles(frames: int, height: int, width: int, opt: Mapping[str, Any]) ->
 
 
 def _restore(
-    net: nn.Module,
-    clip: Mapping[str, Tensor],
-    opt: Mapping[str, Any],
-    device: torch.device,
-    tick: Callable[[], object],
+    net: nn.Module, clip: Mapping[str, Tensor], opt: Mapping[str, Any], device: torch.device, tick: Callable[[], object]
 ) -> Tensor:
     frames, channels, height, width = clip["L"].shape
     whole, scale = (frames, height, width), opt["scale"]
     sizes = _sizes(whole, opt)
     total = torch.zeros(frames, channels, height * scale, width * scale)
     count = torch.zeros(frames, 1, height * scale, width * scale, dtype=torch.int16)
-    places = _places(whole, sizes, opt)
-    for place in places:
+    for place in _places(whole, sizes, opt):
         tile = {part: _take(values, place, sizes, 2 if part == "S" else 1) for part, values in clip.items()}
         tile = as_float({part: _fill(values, opt, part) for part, values in tile.items()}, device)
         restored = net(*(values[None] for values in inputs(tile)))
@@ -85,23 +71,16 @@ def _restore(
     return total.div_(count)
 
 
-Slices = tuple[slice, ...]
-
-
-def _without_cuts(place: Place, sizes: Sequence[int], whole: Sequence[int], scale: int) -> tuple[Slices, Slices]:
+def _without_cuts(place: Place, sizes: Sequence[int], whole: Sequence[int], scale: int) -> list[tuple[slice, ...]]:
     """Say where in the clip, and where in the tile itself, that part of a restored tile lies that is not cut off."""
     here, inside = [], []
     for begin, size, length, factor, cut in zip(place, sizes, whole, (1, scale, scale), (0, CUT, CUT), strict=True):
         end = min(begin + size, length)
-        first, last = begin * factor, end * factor
-        if begin > 0:
-            first += cut
-        if end < length:
-            last -= cut
+        first = begin * factor + (cut if begin > 0 else 0)
+        last = end * factor - (cut if end < length else 0)
         here.append(slice(first, last))
         inside.append(slice(first - begin * factor, last - begin * factor))
-    channels = slice(None)
-    return (here[0], channels, *here[1:]), (inside[0], channels, *inside[1:])
+    return [(frames, slice(None), rows, columns) for frames, rows, columns in (here, inside)]
 
 
 def _sizes(whole: Sequence[int], opt: Mapping[str, Any]) -> Place:

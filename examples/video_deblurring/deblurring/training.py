@@ -31,19 +31,14 @@ def learning_rate(train: Mapping[str, Any], step: int, base: float) -> float:
     """The learning rate of one step: a function of its number, so there is nothing to save.
 
     A cosine period that `total_iter` would cut short is not begun: a run does not end at the full learning rate.
-
-    Args:
-        train: The `train` section of the options.
-        step: Steps taken before it.
-        base: The learning rate to begin with.
     """
     if train["G_scheduler_type"] == "MultiStepLR":
         return base * train["G_scheduler_gamma"] ** bisect_right(train["G_scheduler_milestones"], step)
-    period, low, start = train["G_scheduler_periods"], train["G_scheduler_eta_min"], 0
+    period, low, start, end = train["G_scheduler_periods"], train["G_scheduler_eta_min"], 0, cut_short(train)
+    if end and step >= end:
+        return low
     while step >= start + period:
         start, period = start + period, period * train["G_scheduler_restart_weights"]
-        if start + period > train["total_iter"]:
-            return low
     return low + (base - low) * (1 + math.cos(math.pi * (step - start) / period)) / 2
 
 
@@ -62,11 +57,7 @@ def is_fixed(name: str, train: Mapping[str, Any]) -> bool:
 
 
 def make_optimizer(net: nn.Module, train: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """The optimizer, with a group of its own for what `fix_keys` names.
-
-    Raises:
-        UserError: If a key names nothing, or all keys together everything.
-    """
+    """The optimizer, with a group of its own for what `fix_keys` names."""
     names = [name for name, _ in net.named_parameters()]
     for key in train["fix_keys"]:
         if not any(key in name for name in names):
@@ -75,8 +66,6 @@ def make_optimizer(net: nn.Module, train: Mapping[str, Any]) -> torch.optim.Opti
     groups: dict[bool, list[nn.Parameter]] = {False: [], True: []}
     for name, parameter in net.named_parameters():
         groups[is_fixed(name, train)].append(parameter)
-    if not groups[False] and train["fix_iter"]:
-        raise UserError(f"train.fix_keys {train['fix_keys']} freezes every parameter: nothing would be trained")
     lr = train["G_optimizer_lr"]
     settings = [{"params": groups[False], "base_lr": lr}, {"params": groups[True], "base_lr": lr * train["fix_lr_mul"]}]
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[train["G_optimizer_type"]]
@@ -98,10 +87,7 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, train: Mapping[str, Any
 
 
 def freeze(net: nn.Module, train: Mapping[str, Any], step: int) -> bool:
-    """Freezes or frees what `fix_keys` names, as it is to be at a step; returns whether anything is frozen.
-
-    DDP must be told: it is for whoever calls this to wrap the network afterwards.
-    """
+    """Freezes or frees what `fix_keys` names, as it is to be at a step; tells whether any is frozen. Wrap it then."""
     frozen = step < train["fix_iter"]
     for name, parameter in net.named_parameters():
         parameter.requires_grad_(not (frozen and is_fixed(name, train)))
@@ -111,7 +97,6 @@ def freeze(net: nn.Module, train: Mapping[str, Any], step: int) -> bool:
 @torch.no_grad()
 def update_average(average: nn.Module, net: nn.Module, decay: float) -> None:
     """E = decay · E + (1 − decay) · G, of parameters; buffers are copied."""
-    mine, theirs = list(average.parameters()), list(net.parameters())
-    torch._foreach_lerp_(mine, theirs, 1 - decay)
+    torch._foreach_lerp_(list(average.parameters()), list(net.parameters()), 1 - decay)
     for buffer, other in zip(average.buffers(), net.buffers(), strict=True):
         buffer.copy_(other)

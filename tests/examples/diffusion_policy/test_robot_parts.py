@@ -13,9 +13,8 @@ import torch
 from conftest import on_ranks
 from robot import samples
 from robot.config import read_config
-from robot.diffusion import ddim, squaredcos_cap_v2
 from robot.networks import ResNet18, SpatialSoftmax
-from robot.policy import EMA, DiffusionPolicy, add_noise
+from robot.policy import EMA, DiffusionPolicy, add_noise, ddim, squaredcos_cap_v2
 from robot.samples import Samples, Statistics, crop, scan, write_shard
 from robot.train import load_encoders, lr_factor, wrap
 from shared.program import UserError
@@ -250,10 +249,12 @@ def test_a_network_of_the_users_takes_the_u_nets_place() -> None:
     batch = make_batch()
     assert policy(batch).shape == (6,) and policy.act(batch, batch["noise"]).shape == (6, 8, 4)
     for wrong in ("nowhere:Recurrent", f"{__name__}:Nothing", "nowhere", ":"):
-        with pytest.raises(UserError, match=f"algo.network.class: cannot find {wrong}: "):
+        with pytest.raises(UserError, match=f"algo.network.class: cannot import {wrong}: "):
             make_policy(f"algo.network.class={wrong}")
     with pytest.raises(UserError, match="unexpected keyword argument 'depth'"):
         make_policy(f"algo.network.class={__name__}:Recurrent", 'algo.network.kwargs={"depth": 2}')
+    with pytest.raises(UserError, match="algo.unet: num_channels .*must be divisible by num_groups"):
+        make_policy("algo.unet.n_groups=3")
 
 
 def test_spatial_softmax_finds_where_a_map_is_largest() -> None:
@@ -497,6 +498,8 @@ def test_a_loader_with_workers_gives_whole_batches_and_lasts_over_epochs(tmp_pat
     folder = write_folder(tmp_path / "a", [5] * 4)
     given = ["train.num_data_workers=2", "train.persistent_workers=true", "train.prefetch_factor=2"]
     config = settings_for([folder], *given, "experiment.epoch_every_n_steps=5")
+    with pytest.raises(UserError, match="train: persistent_workers option needs num_workers > 0"):
+        samples.make_loader(scan(config), config | {"train.num_data_workers": 0, "train.prefetch_factor": None}, 4)
     loader = samples.make_loader(scan(config), config, 4)
     taken = []
     for epoch in (1, 2, 1):

@@ -132,9 +132,9 @@ def test_a_users_class_that_cannot_be_imported_is_one_line(tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "broken_net.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
-    with pytest.raises(UserError, match="net: broken_net cannot be imported: OSError: libcudart.so.12: cannot open"):
+    with pytest.raises(UserError, match="net: cannot import broken_net:Net: OSError: libcudart.so.12: cannot open"):
         find_class("net", "broken_net:Net")
-    with pytest.raises(UserError, match="net: cannot find nothing_here:Net: No module named"):
+    with pytest.raises(UserError, match="net: cannot import nothing_here:Net: ModuleNotFoundError: No module named"):
         find_class("net", "nothing_here:Net")
 
 

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 import torch
 from deblurring.checkpoints import load_weights
-from deblurring.metrics import find_lpips, measure, psnr, ssim
 from deblurring.networks import TinyClip, as_float, inject_detail
-from deblurring.pictures import save_film, strip, thumbnail
 from deblurring.running import count_workers, visible_gpus
+from deblurring.testing import measure, psnr, save_film, ssim, strip, thumbnail
 from deblurring.tiles import restore, starts
 from deblurring.training import (
     cut_short,
@@ -129,8 +128,6 @@ def test_frozen_parts_do_not_move_and_have_a_learning_rate_of_their_own() -> Non
     assert not freeze(net, train, 3) and all(parameter.requires_grad for parameter in net.parameters())
     with pytest.raises(UserError, match="no parameter has 'spynet' in its name; the first ones are first.weight"):
         make_optimizer(net, train | {"fix_keys": ["body", "spynet"]})
-    with pytest.raises(UserError, match="freezes every parameter"):
-        make_optimizer(net, train | {"fix_keys": ["body", "st"]})
 
 
 def test_the_moving_average_is_that_of_the_formula() -> None:
@@ -313,15 +310,14 @@ def test_weights_are_found_in_released_files_and_what_does_not_fit_is_listed(
 
     torch.save({"params_ema": {"weight": torch.zeros(1, 3), "bias": torch.zeros(1), "flow": torch.zeros(1)}}, file)
     listed = (
-        r"released.pth does not fit .*:\n  flow is not part of the network\n  weight has shape \(1, 3\), not \(1, 2\)"
+        r"released.pth does not fit .*:\s+Unexpected key.*\"flow\"\.\s+size mismatch for weight: .*\[1, 3\].*\[1, 2\]"
     )
     with pytest.raises(UserError, match=listed):
         load_weights(net, file)
-    assert net.bias == 1
     load_weights(net, file, strict=False)
-    assert re.search(f"{listed}\n  the other 1 fit and are loaded", caplog.text) and net.bias == 0
+    assert re.search(rf"{listed}\)\.\n  the other 1 fit and are loaded", caplog.text) and net.bias == 0
     torch.save({"flow": torch.zeros(1)}, file)
-    with pytest.raises(UserError, match="bias is missing\n  flow is not part of the network\n  weight is missing"):
+    with pytest.raises(UserError, match=r"Missing key.*\"weight\", \"bias\"\.\s+Unexpected key.*\"flow\""):
         load_weights(net, file, strict=False)  # nothing fits
 
 
@@ -351,16 +347,6 @@ def test_scores_are_those_of_images_in_bytes() -> None:
     sharp = torch.full((3, 12, 12), 100 / 255)
     assert measure(sharp + 0.4 / 255, sharp)["psnr"] == math.inf
     assert measure(sharp + 0.6 / 255, sharp)["psnr"] == pytest.approx(20 * math.log10(255))
-
-
-def test_a_package_of_lpips_that_cannot_be_imported_is_done_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """What torchvision says where it was made for another torch; each other rank might hold one that fits."""
-    (tmp_path / "lpips.py").write_text('raise RuntimeError("operator torchvision::nms does not exist")\n')
-    monkeypatch.syspath_prepend(tmp_path)
-    assert find_lpips(torch.device("cpu")) is None
-    assert "lpips is installed, but cannot be used: RuntimeError('operator torchvision::nms" in caplog.text
 
 
 def test_bytes_are_scaled_to_one() -> None:
