@@ -83,9 +83,8 @@ def many(one: Setting, default: Any = REQUIRED, empty: bool = True) -> Setting:
     return Setting(f"a list{some}, each of it {one.expected}", fits, default)
 
 
-def betas(default: list[float]) -> Setting:
-    one = number(interval="[0, 1)")
-    return Setting("two numbers in [0, 1)", lambda value: many(one).fits(value) and len(value) == 2, default)
+def pair(expected: str, one: Setting, default: Any = REQUIRED) -> Setting:
+    return Setting(expected, lambda value: many(one).fits(value) and len(value) == 2, default)
 
 
 def or_null(one: Setting) -> Setting:

@@ -14,7 +14,6 @@ from shared.settings import (
     COMMAND_LINE,
     Setting,
     absent,
-    betas,
     choice,
     count,
     fill_in,
@@ -22,6 +21,7 @@ from shared.settings import (
     many,
     number,
     or_null,
+    pair,
     read_arguments,
     read_json,
     refuse,
@@ -33,10 +33,6 @@ Config = dict[str, Any]
 
 def is_text_or_texts(value: Any) -> bool:
     return text().fits(value) or many(text(), empty=False).fits(value)
-
-
-def is_size(value: Any) -> bool:
-    return many(count()).fits(value) and len(value) == 2
 
 
 _RGB = "observation.encoder.rgb."
@@ -86,7 +82,7 @@ SETTINGS = {
     "train.persistent_workers": flag(False),
     "train.prefetch_factor": or_null(count()),
     "algo.optim_params.policy.optimizer_type": choice("adamw", "adam"),
-    "algo.optim_params.policy.betas": betas([0.95, 0.999]),
+    "algo.optim_params.policy.betas": pair("two numbers in [0, 1)", number(interval="[0, 1)"), [0.95, 0.999]),
     "algo.optim_params.policy.learning_rate.initial": number(1e-3, "(0, inf)"),
     "algo.optim_params.policy.learning_rate.scheduler_type": choice("cosine", "multistep", "constant"),
     "algo.optim_params.policy.learning_rate.decay_factor": number(0.1, "(0, 1]"),  # of multistep, at each of
@@ -110,7 +106,7 @@ SETTINGS = {
     "algo.ddim.num_inference_timesteps": count(10),
     "observation.modalities.obs.low_dim": many(text(), []),  # observed numbers; []: what the format has
     "observation.modalities.obs.rgb": many(text(), []),  # cameras
-    f"{_RGB}size": or_null(Setting("a height and a width", is_size)),  # that pictures are scaled to
+    f"{_RGB}size": or_null(pair("a height and a width", count())),  # that pictures are scaled to
     f"{_RGB}obs_randomizer_class": or_null(choice("CropRandomizer")),  # crops at random, in acting the middle
     f"{_RGB}obs_randomizer_kwargs.crop_height": or_null(count()),
     f"{_RGB}obs_randomizer_kwargs.crop_width": or_null(count()),

@@ -72,7 +72,6 @@ class Index:
 
     @property
     def steps(self) -> list[int]:
-        """Count the environment steps by path: each is a sample."""
         return [sum(episode.steps for episode in folder) for folder in self.folders]
 
     def __str__(self) -> str:

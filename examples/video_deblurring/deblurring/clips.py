@@ -73,7 +73,6 @@ def decode(path: Path, stop: int | None = None) -> Iterator[NDArray[np.uint8]]:
     import av
 
     with av.open(str(path)) as container:
-        container.streams.video[0].thread_type = "AUTO"
         for number, frame in enumerate(container.decode(video=0)):
             if number == stop:
                 return

@@ -28,7 +28,7 @@ from deblurring.tiles import count_tiles, restore
 
 Picture = NDArray[np.uint8]
 RATE = 10  # frames per second of a film: slow enough to look at
-THUMBNAIL = 1536  # pixels that a picture for a board is wide at most
+WIDEST = 1536  # pixels that a picture for a board is wide at most
 Scores = dict[str, dict[str, float]]  # by what was scored: "blurred", "injection" with spikes, "restored"; by metric
 Frames = dict[str, Scores]  # by the frame's name
 log = logging.getLogger(__name__)
@@ -147,14 +147,14 @@ def _test_clip(
         shown.pop("injection", None)
         return strip({what: _pixels(frame) for what, frame in (shown | {"sharp": sharp}).items()})
 
-    middle_picture = picture(middle)
-    save(folder / f"{label}.png", middle_picture)
+    image = picture(middle)
+    save(folder / f"{label}.png", image)
     if opt["val"]["save_img"]:
         for number, name in enumerate(clip.names):
             save(folder / f"{name}_{label}.png", _pixels(restored[number]))
         save_film(folder / f"{label}.mp4", map(picture, range(len(clip))))
     log.info("tested %s in %.1f s", clip.name, time.perf_counter() - begun)  # progress, where there is no terminal
-    return scores, thumbnail(middle_picture)
+    return scores, np.asarray(Image.fromarray(image).reduce(-(-image.shape[1] // WIDEST)))
 
 
 def _show(
@@ -179,12 +179,6 @@ def _pixels(frame: Tensor) -> NDArray[np.uint8]:
 def strip(frames: Mapping[str, Picture]) -> Picture:
     """Put pictures of one size, (height, width, 3), side by side, each with its label."""
     return np.concatenate([_labelled(frame, label) for label, frame in frames.items()], 1)
-
-
-def thumbnail(picture: Picture) -> Picture:
-    image = Image.fromarray(picture)
-    image.thumbnail((THUMBNAIL, THUMBNAIL))
-    return np.asarray(image)
 
 
 def save(path: Path, picture: Picture) -> None:

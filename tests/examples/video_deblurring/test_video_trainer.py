@@ -420,7 +420,7 @@ def test_what_cannot_be_done_is_said_once_and_all_ranks_end(runs: Runs, clips: P
         "depht": (
             TRAIN,
             {"netG": {"net_type": "somebodys.nets:Net", "width": 4, "depht": 2}},
-            r"netG: somebodys.nets:Net\(width.*, depth.*\): got an unexpected keyword argument 'depht'",
+            r"netG: somebodys.nets:Net\(width.*, depth.*\).*: got an unexpected keyword argument 'depht'",
         ),
         "middle": (
             TRAIN,
