@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,9 +150,12 @@ def _make(root: Path, shot: Shot, path: Path) -> None:
     real = shrink(real, shot.shrink)
     frames = {"GT": _windows(real)[:, WINDOW // 2], "GT_blurred": blur(real), "spike": spike_counts(real)}
     for part, folder in _folders(root, shot).items():
-        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder.parent / f".{shot.name}.{os.getpid()}.tmp"
+        temporary.mkdir(parents=True)
         for number, frame in enumerate(frames[part]):
             if part == "spike":
-                np.save(folder / f"{number:06d}.npy", frame)
+                np.save(temporary / f"{number:06d}.npy", frame)
             else:
-                Image.fromarray(frame).save(folder / f"{number:06d}.png", compress_level=1)
+                Image.fromarray(frame).save(temporary / f"{number:06d}.png", compress_level=1)
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)  # it appears when it is complete
