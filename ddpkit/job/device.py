@@ -101,10 +101,14 @@ def default_backend(device: torch.device, shared: bool) -> str:
     return f"cpu:gloo,{device.type}:{native}"
 
 
-def control_device_of(backend: str, device: torch.device) -> torch.device:
-    """Return the device on which small messages travel in a group: the CPU if its backend reaches it, as gloo does."""
-    reaches_cpu = "cpu:" in str(dist.BackendConfig(dist.Backend(backend)))
-    return _CPU if reaches_cpu else device
+def control_device_of(config: str, device: torch.device) -> torch.device:
+    """Return the device on which small messages travel in a group: the CPU if its backend reaches it, as gloo does.
+
+    Args:
+        config: The group's, as `dist.get_backend_config()` writes it.
+        device: This rank's device.
+    """
+    return _CPU if "cpu:" in config else device
 
 
 def _count(kind: str) -> int:

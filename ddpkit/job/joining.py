@@ -94,7 +94,7 @@ def assemble(job: Job, opened: OpenStore | None = None, lost: Callable[[], str] 
 
     master = f"{opened.address}:{opened.port}" if opened.address else None
     job.context = context_of(job.launch, device, backend, master)
-    job.control = control_device_of(backend, device)
+    job.control = control_device_of(dist.get_backend_config(), device)
 
 
 def _backend_of_group() -> str:
