@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 from numpy.typing import NDArray
@@ -150,12 +150,14 @@ def _make(root: Path, shot: Shot, path: Path) -> None:
     real = shrink(real, shot.shrink)
     frames = {"GT": _windows(real)[:, WINDOW // 2], "GT_blurred": blur(real), "spike": spike_counts(real)}
     for part, folder in _folders(root, shot).items():
-        temporary = folder.parent / f".{shot.name}.{os.getpid()}.tmp"
-        temporary.mkdir(parents=True)
-        for number, frame in enumerate(frames[part]):
-            if part == "spike":
-                np.save(temporary / f"{number:06d}.npy", frame)
-            else:
-                Image.fromarray(frame).save(temporary / f"{number:06d}.png", compress_level=1)
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.rename(folder)  # it appears when it is complete
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=".", dir=folder.parent) as temporary:
+            made = Path(temporary, shot.name)
+            made.mkdir()
+            for number, frame in enumerate(frames[part]):
+                if part == "spike":
+                    np.save(made / f"{number:06d}.npy", frame)
+                else:
+                    Image.fromarray(frame).save(made / f"{number:06d}.png", compress_level=1)
+            shutil.rmtree(folder, ignore_errors=True)
+            made.rename(folder)  # it appears when it is complete
