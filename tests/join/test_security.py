@@ -57,7 +57,7 @@ def train(folder: str, joins_late: bool) -> None:
     rank = os.environ["RANK"]
     if joins_late and rank == "1":
         wait_for(f"{folder}/planted")
-    with ddpkit.distributed(timeout=timedelta(seconds=45)):
+    with ddpkit.distributed(timeout=timedelta(seconds=10 if joins_late else 45)):
         Path(folder, f"joined-{rank}").touch()
         wait_for(f"{folder}/planted")
         assert ddpkit.run_on_main(lambda: [1, 2]) == [1, 2]
@@ -88,6 +88,7 @@ def attack(port: int, folder: str, keys: list[str], after: list[str]) -> None:
             for number in range(1, 4):  # a whole value, as it once travelled
                 store.set(f"ddpkit/1/run_on_main/{number}/0", b"=" + payload)
                 store.set(f"ddpkit/1/run_on_main/{number}", b"1")
+            time.sleep(0.001)
 
 
 def _open(port: int) -> dist.TCPStore:
