@@ -23,6 +23,7 @@ from .facts import OF_REPLICAS, SEVERITIES, Facts, Finding, Outcome, Watch, hold
 from .loaders import Ending, Samples
 from .modules import Modules
 from .random_numbers import Windows
+from .source import raised_at
 from .steps import Losses, Steps, observe_plateaus
 
 # Print what was found, for people or as JSON.
@@ -34,7 +35,9 @@ _MARGIN = " " * 12
 
 def render(script: str, outcome: Outcome, findings: list[Finding]) -> str:
     """Write the report for a terminal, coloured where that is wanted."""
-    world = count(outcome.facts.world_size, "rank")
+    world = "no process group" if outcome.steps else ""
+    if outcome.facts.is_distributed:
+        world = count(outcome.facts.world_size, "rank")
     title = f"ddpkit check: {script}, {world}, {count(outcome.steps, 'optimizer step')}"
     lines = [paint(title, "bold"), ""]
     for finding in findings:
@@ -109,6 +112,7 @@ _FOLLOW = {  # what another finding explains
     ),
     "replicas-differ-at-start": ("replicas-drift",),
     "one-rank-decides": ("collective-order",),
+    "split-differs": ("shuffle-differs", "samples-missing", "wrong-divisor", "mean-of-means"),
     "shuffle-differs": ("samples-missing", "samples-repeated", "wrong-divisor"),
 }
 
@@ -116,7 +120,7 @@ _FOLLOW = {  # what another finding explains
 def find_all(facts: Facts) -> list[Finding]:
     """Return the findings, the worst first, without those that follow from others."""
     found: list[Finding] = []
-    if facts.world_size > 1:
+    if facts.is_distributed:
         for subject in _SUBJECTS:
             found += subject.find(facts)
     kinds = {finding.kind for finding in found}
@@ -203,7 +207,7 @@ def be_rank(script: Script, steps: int, recorder: Recorder, control: int) -> int
     ending = Ending(recorder, steps, control)
     observe(recorder, ending)
     code, failure = run_script(script)
-    recorder.tell("end", code=code, error=describe(failure))
+    recorder.tell("end", code=code, error=describe(failure), where=raised_at(failure))
     sys.stdout.flush()
     sys.stderr.flush()
     ending.wait("end")
@@ -216,7 +220,7 @@ def observe(recorder: Recorder, ending: Ending) -> None:
     windows = Windows(recorder)
     samples = Samples(recorder, ending, windows, modules)
     losses = Losses(modules, samples, ending)
-    collectives = Collectives(recorder, modules)
+    collectives = Collectives(recorder, modules, ending)
     steps = Steps(recorder, ending, modules, losses, windows, collectives, samples)
     for observer in (modules, losses, windows, samples, steps, collectives):
         observer.install()

@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.join import Join
 
 from ..recorder import Function, Recorder, before, guarded, replace
+from .loaders import Ending
 from .modules import Modules
 from .source import Stack, divides_by_ranks, stack
 
@@ -52,9 +53,10 @@ class Collectives:
         cut: Where a collective takes what parameters have computed, and not its graph, by their identity.
     """
 
-    def __init__(self, recorder: Recorder, modules: Modules) -> None:
+    def __init__(self, recorder: Recorder, modules: Modules, ending: Ending) -> None:
         self._recorder = recorder
         self._modules = modules
+        self._ending = ending
         self._depth = 0
         self._sent_at = -1  # step for which that was told last
         self._sums: list[dict[str, Any]] = []
@@ -127,7 +129,7 @@ class Collectives:
                 fields["trained"] = self.trained.get(tensor.data_ptr())
         if "reduce" in name:
             fields["reduction"] = _reduction(args, kwargs)
-        more = {"samples": self._modules.samples, "divides": divides_by_ranks()}
+        more = {"samples": self._modules.samples, "divides": divides_by_ranks(), "averages": self._ending.accumulates}
         self._recorder.tell_collective(fields | more)
 
 

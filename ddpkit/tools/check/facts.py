@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,6 +63,11 @@ class Facts:
     def world_size(self) -> int:
         """Return the number of ranks."""
         return len(self.records)
+
+    @property
+    def is_distributed(self) -> bool:
+        """Return whether the ranks belong together: without a process group, each is a training of its own."""
+        return bool(self.parted) or any(record["joined"] for record in self.all("step"))
 
     @property
     def who(self) -> str:
@@ -274,6 +280,7 @@ def _signature(record: Record) -> tuple[object, ...]:
     return record["op"], record.get("dtype"), tuple(record.get("shape", ())), record.get("reduction")
 
 
+_NO_GPU = "_cuda_|compiled with CUDA|No CUDA GPUs|no NVIDIA driver|a CUDA device|no accelerator|none is available"
 _POLL = 0.1  # seconds
 _AFTER_PARTING = 1.0  # seconds in which the ranks may say more, once they have parted
 _AFTER_FAILURE = 5.0  # seconds in which other ranks may report, once one has failed
@@ -373,8 +380,10 @@ class Watch:
                 how = record.get("how") or f"exited with code {record['code']}"
                 error = ""
                 if record.get("error"):
-                    how, error = "failed", f": {record['error']}"
+                    how, error = "failed", f"{_say_where(record)}: {record['error']}"
                 trouble = f"rank {number} {how} after {steps} optimizer steps{error}"
+                if re.search(_NO_GPU, error):
+                    trouble += ". The script needs a GPU: set it to the CPU, or check it with `--device cuda`"
                 return trouble, self._ranks.all[number].tail()
         if hanging and not self._order.parted and not self._waits_for_helpers():
             return self._describe_hanging()
@@ -392,6 +401,10 @@ class Watch:
             return f"no rank told anything for {self._timeout:g} s", stacks
         ended = say_ranks(sorted(self._finished))
         return f"{say_ranks([rank.number for rank in running])} went on when {ended} had ended", stacks
+
+
+def _say_where(record: Record) -> str:
+    return f" at {place(record['where'])}" if record["where"] else ""
 
 
 def _has_failed(record: Record) -> bool:

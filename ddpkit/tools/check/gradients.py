@@ -259,7 +259,9 @@ def _find_buffers(facts: Facts, rows: list[list[Record]]) -> Finding | None:
                 evidence = f"buffer {_name_some(differing)}: different on {facts.who} at step {number}"
                 why = "the ranks evaluate different networks, and the one that is saved is rank 0's"
                 fix = "leave `broadcast_buffers=True`, use SyncBatchNorm, or call `ddpkit.sync_buffers(model)`"
-                return facts.finding("replicas-drift", evidence, why, fix, entry["ddp"] or records[0]["where"])
+                severity = "wrong" if entry["trained"] else "suspicious"
+                lines = entry["ddp"] or records[0]["where"]
+                return facts.finding("replicas-drift", evidence, why, fix, lines, severity=severity)
     return None
 
 
@@ -420,6 +422,8 @@ def _is_mean_of_means(facts: Facts, records: list[Record]) -> bool:
     if not all(any(not float(value).is_integer() for value in values) for values in columns):  # counts
         return False
     shares = [record["samples"] for record in records]
+    if any(record.get("averages") for record in records):  # gradients, between backward and the step
+        return False
     return min(shares) > 0 and not all_equal(shares) and not _carries_counts(facts, first, shares)
 
 
@@ -439,10 +443,11 @@ def _mean_of_means(facts: Facts, records: list[Record]) -> Finding:
     first = records[0]
     before = facts.records[facts.ranks[0]]
     before = before[: before.index(first)]
-    evaluated: list[Any] = next((record["where"] for record in reversed(before) if record["kind"] == "epoch"), [])
+    epoch: Record = next((record for record in reversed(before) if record["kind"] == "epoch"), {})
+    severity = "wrong" if epoch and epoch["loader"] not in facts.training else "suspicious"
     shares = " and ".join(str(record["samples"]) for record in records)
     evidence = f"means over {shares} samples, of {facts.who}, are averaged as equals"
     why = "the result is not the mean over the samples, and changes with the number of ranks"
     fix = "add up sums and counts, and divide then: `ddpkit.all_reduce_mean(mean, weight=count)`"
-    where = in_function_of(first["where"], evaluated)
-    return facts.finding("mean-of-means", evidence, why, fix, where, first["where"])
+    where = in_function_of(first["where"], epoch.get("where", []))
+    return facts.finding("mean-of-means", evidence, why, fix, where, first["where"], severity=severity)

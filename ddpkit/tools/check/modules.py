@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from ..recorder import Function, Recorder, after, before, content, guarded, size_of
@@ -78,6 +79,7 @@ class Modules:
         self.on_call: Function = lambda: None
         self._parameters: dict[int, tuple[Any, Stack]] = {}
         self._called: set[int] = set()  # identities of networks, not of their parts
+        self._modes: dict[int, set[bool]] = {}  # in which modules were called, by identity: training or not
         self._depth = 0
         self._in_ddp = 0
 
@@ -116,6 +118,14 @@ class Modules:
             return True
         called = [root for _, root in roots() if id(root) in self._called]
         return any(network is module for root in called for module in root.modules())
+
+    def used_buffers(self, network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers by which a network has computed; in training, batch norm computes without its own."""
+        for prefix, module in network.named_modules(remove_duplicate=False):
+            modes = self._modes.get(id(module), set())
+            is_used = False in modes if isinstance(module, _NormBase) else bool(modes)
+            if is_used:
+                yield from module.named_buffers(prefix, recurse=False)
 
     def begin_step(self) -> None:
         """Forget what belongs to the step that has ended."""
@@ -156,6 +166,7 @@ class Modules:
 
     def _entered(self, module: nn.Module, args: Any) -> None:
         self._depth += 1
+        self._modes.setdefault(id(module), set()).add(module.training)
         wrapped = self.wrapped.get(id(module))
         if wrapped:
             self._in_ddp += 1

@@ -6,6 +6,7 @@ import ast
 import os
 import sys
 import sysconfig
+import traceback
 from collections.abc import Iterator
 from functools import cache
 from inspect import CO_GENERATOR
@@ -85,6 +86,13 @@ def place_of(frame: FrameType) -> Place:
 def stack() -> Stack:
     """List the script's lines that led to this call, the nearest first."""
     return [place_of(frame) for frame in islice(own_frames(sys._getframe(1)), _DEEPEST)]
+
+
+def raised_at(error: BaseException | None) -> Stack:
+    """List the script's lines that led to an error, the nearest first."""
+    frames = traceback.walk_tb(error.__traceback__ if error else None)
+    lines = [Place(os.path.abspath(f.f_code.co_filename), number, f.f_code.co_name) for f, number in frames]
+    return [line for line in reversed(lines) if is_own(line.file)]
 
 
 def definition(function: Any) -> list[Place]:

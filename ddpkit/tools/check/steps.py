@@ -7,6 +7,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 from torch.optim import Optimizer, lr_scheduler
@@ -42,7 +43,6 @@ _LOSSES = (
 )
 _MANY_LOSSES = 64  # losses that are kept for a step
 _IMAGES = 4  # dimensions of classes by pixel, of which each rank ignores a few: their means count as equals everywhere
-_LOOKED_AT = 6  # steps of an optimiser at which running statistics are compared
 _FIRST_STEPS = 3  # at which states are compared: what differs differs by then
 
 
@@ -234,6 +234,7 @@ class Steps:
             divides=self.losses.divides or divides_by_ranks(4) or bool(summed and summed["divides"]),
             summed=summed,
             class_name=type(optimizer).__name__,
+            joined=dist.is_initialized(),
             random=self.windows.close(),
             loaded=self._loaded,
         )
@@ -293,8 +294,10 @@ class Steps:
     def _hash_buffers(self) -> dict[str, dict[str, Any]]:
         """Hash the running statistics of networks, and tell if DDP sends them out."""
         found: dict[str, dict[str, Any]] = {}
-        for name, root in roots() if self.recorder.step <= _LOOKED_AT else ():
-            buffers = {n: b for n, b in root.named_buffers() if b.is_floating_point() and whole(b) is not None}
+        trained = {id(p) for optimizer in list(self._made) for p in parameters_of(optimizer)}
+        for name, root in roots() if self.recorder.step <= self.ending.steps + 1 else ():
+            used = self.modules.used_buffers(root)
+            buffers = {n: b for n, b in used if b.is_floating_point() and whole(b) is not None}
             for buffer_name, buffer in buffers.items():
                 self.collectives.trained[buffer.data_ptr()] = (-1, f"{name}.{buffer_name}")
             if buffers:
@@ -302,6 +305,7 @@ class Steps:
                 sent = bool(around and around[0].module.broadcast_buffers)
                 made = around[0].made if around else []
                 found[name] = {"hashes": {n: hash_of(b) for n, b in buffers.items()}, "sent": sent, "ddp": made}
+                found[name]["trained"] = any(id(p) in trained for p in root.parameters())
         return found
 
 
