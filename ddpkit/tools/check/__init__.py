@@ -17,7 +17,7 @@ from ... import LaunchError, detect_launch
 from ..cli import columns, count, paint, wrap
 from ..ranks import Ranks, Script, describe, exit_when_terminated, run_script, use_gloo_without_gpus
 from ..recorder import Recorder, before
-from . import gradients, order, samples
+from . import gradients, order, samples, training_loop
 from .collectives import Collectives, observe_saves
 from .facts import OF_REPLICAS, SEVERITIES, Facts, Finding, Outcome, Watch, hold_parts
 from .loaders import Ending, Samples
@@ -25,6 +25,7 @@ from .modules import Modules
 from .random_numbers import Windows
 from .source import raised_at
 from .steps import Losses, Steps, observe_plateaus
+from .training_loop import TrainingLoop
 
 # Print what was found, for people or as JSON.
 
@@ -104,6 +105,8 @@ def _finding_as_json(finding: Finding) -> dict[str, Any]:
 _SUBJECTS = (gradients, samples, order)
 _FOLLOW = {  # what another finding explains
     "batches-differ": ("wrong-divisor", "collective-order", "one-rank-decides", "replicas-drift"),
+    "not-in-optimizer": ("no-gradients",),
+    "gradients-discarded": ("no-gradients",),
     "same-samples": ("same-random-numbers", "samples-repeated"),
     "gradients-not-averaged": (
         "replicas-differ-at-start",
@@ -119,10 +122,9 @@ _FOLLOW = {  # what another finding explains
 
 def find_all(facts: Facts) -> list[Finding]:
     """Return the findings, the worst first, without those that follow from others."""
-    found: list[Finding] = []
-    if facts.is_distributed:
-        for subject in _SUBJECTS:
-            found += subject.find(facts)
+    found = [*training_loop.find(facts), *gradients.find_without(facts)]
+    for subject in _SUBJECTS if facts.is_distributed else ():
+        found += subject.find(facts)
     kinds = {finding.kind for finding in found}
     explained = {kind for cause in kinds for kind in _FOLLOW.get(cause, ())}
     if kinds & OF_REPLICAS and hold_parts(facts):
@@ -221,8 +223,9 @@ def observe(recorder: Recorder, ending: Ending) -> None:
     samples = Samples(recorder, ending, windows, modules)
     losses = Losses(modules, samples, ending)
     collectives = Collectives(recorder, modules, ending)
-    steps = Steps(recorder, ending, modules, losses, windows, collectives, samples)
-    for observer in (modules, losses, windows, samples, steps, collectives):
+    loop = TrainingLoop(recorder, modules)
+    steps = Steps(recorder, ending, modules, losses, windows, collectives, samples, loop)
+    for observer in (modules, loop, losses, windows, samples, steps, collectives):
         observer.install()
     observe_plateaus(recorder)
     observe_saves(recorder)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from ..ranks import Rank, Ranks
 from ..recorder import Record
 from .source import Place
 
+RULES: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("rules.json").read_text())
 SEVERITIES = ("wrong", "suspicious")
 SCRIPT_END = "the end of the script"  # where a rank has come that has ended without an error
 
@@ -89,20 +92,23 @@ class Facts:
         """Return whether ranks take different numbers of micro-batches, whose gradients `exact_gradients` adds up."""
         return any(record.get("sampler") == "MicroBatchSampler" for record in self.all("epoch"))
 
-    def finding(
-        self,
-        kind: str,
-        evidence: str,
-        why: str,
-        fix: str,
-        *lines: Sequence[Any] | None,
-        severity: str = "wrong",
-        ranks: list[int] | None = None,
-    ) -> Finding:
-        """Make a finding at the nearest of some lines or stacks, of all ranks by default; the others belong to it."""
+    def finding(self, rule: str, evidence: str, *lines: Sequence[Any] | None, **changes: Any) -> Finding:
+        """Make a finding by a rule of the table, of all ranks, at the nearest of some lines or stacks.
+
+        Args:
+            rule: Its name in `rules.json`.
+            evidence: What was seen.
+            lines: The first is where the bug is, the others belong to it.
+            changes: Other `severity` or `ranks`.
+        """
         found = places(*lines)
+        entry = RULES[rule]
+        why = entry["why"].replace("{ranks}", str(self.world_size))
         where = found[0] if found else None
-        return Finding(kind, severity, where, ranks or self.ranks, evidence, why, fix, found[1:])
+        finding = Finding(
+            entry["finding"], entry["severity"], where, self.ranks, evidence, why, entry["fix"], found[1:]
+        )
+        return replace(finding, **changes)
 
     def of(self, kind: str) -> dict[int, list[Record]]:
         """Select the records of one kind, by rank."""
@@ -180,6 +186,12 @@ def all_equal(values: Sequence[Any]) -> bool:
 def agree(records: Sequence[Record], key: str) -> bool:
     """Return whether a field is equal in all records."""
     return all_equal([record[key] for record in records])
+
+
+def name_some(names: Sequence[str]) -> str:
+    """Name the first of some things, and tell how many more there are."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"`{names[0]}`{more}"
 
 
 def say_ranks(ranks: list[int]) -> str:

@@ -238,6 +238,7 @@ class Samples:
                 batch = original(iterator)
             except StopIteration:
                 known.fetched = False
+                self._modules.feeding = ""
                 told = {"loader": known.key, "number": known.epoch, "batches": known.batches}
                 self._recorder.tell("epoch end", cut=was_cut, **told)
                 raise
@@ -251,6 +252,7 @@ class Samples:
         if not known.fetched:
             known.fetched = True
             known.calls_before = self._calls()
+        self._modules.feeding = known.key
         known.batches += 1
         if known.batches <= _BATCHES:
             told = {"loader": known.key, "number": known.epoch, "batch": known.batches}

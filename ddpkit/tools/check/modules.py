@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 
 from ..recorder import Function, Recorder, after, before, content, guarded, size_of
@@ -17,6 +19,7 @@ from .source import Stack, is_own_object, own_frames, place_of, stack
 
 _MANY_CALLS = 16  # calls of networks that are kept for a step
 _DEEPEST = 8  # lines
+_TRAIN = nn.Module.train
 
 
 class Wrapped:
@@ -68,6 +71,10 @@ class Modules:
         wrapped: The instances of DDP, by their identity.
         calls: The calls of networks with gradients since the last step.
         samples: How many networks were given since the last step, without gradients.
+        networks: The networks that were called with gradients since the last step, and their modes.
+        is_evaluating: Whether a network runs that is in evaluation mode.
+        feeding: The key of the loader that has yielded last, "" between epochs.
+        switched: Where the script has called `train()` and `eval()` last.
         on_call: Called before a network is called with gradients.
     """
 
@@ -76,6 +83,11 @@ class Modules:
         self.wrapped: dict[int, Wrapped] = {}
         self.calls: list[dict[str, Any]] = []
         self.samples = 0
+        self.networks: list[tuple[nn.Module, str]] = []
+        self.is_evaluating = False
+        self.feeding = ""
+        self.switched: dict[str, Stack] = {"train": [], "eval": []}
+        self._noted: set[tuple[Any, ...]] = set()
         self.on_call: Function = lambda: None
         self._parameters: dict[int, tuple[Any, Stack]] = {}
         self._called: set[int] = set()  # identities of networks, not of their parts
@@ -89,6 +101,7 @@ class Modules:
         hooks.register_module_buffer_registration_hook(guarded(self._registered))
         hooks.register_module_forward_pre_hook(guarded(self._entered))
         hooks.register_module_forward_hook(guarded(self._left), always_call=True)
+        before(nn.Module, "train", self._switch)
         after(nn.Parameter, "__deepcopy__", self._copied)
         after(Tensor, "__deepcopy__", self._copied)
         after(DistributedDataParallel, "__init__", self._made)
@@ -130,6 +143,7 @@ class Modules:
     def begin_step(self) -> None:
         """Forget what belongs to the step that has ended."""
         self.calls = []
+        self.networks = []
         self.samples = 0
         for wrapped in self.wrapped.values():
             wrapped.bypassed = []
@@ -198,14 +212,40 @@ class Modules:
                 frames = [f for f in own_frames() if id(f.f_locals.get("self")) not in wrapped.inside]
                 wrapped.bypassed = [place_of(frame) for frame in frames][:_DEEPEST]
 
+    def _switch(self, module: nn.Module, mode: bool = True) -> None:
+        if sys._getframe(3).f_code is not _TRAIN.__code__:  # which calls itself for the parts of a module
+            self.switched["train" if mode else "eval"] = stack()
+
     def _note_call(self, module: nn.Module, args: Any) -> None:
         self._called.add(id(module))
+        self.is_evaluating = not module.training
         if isinstance(module, nn.modules.loss._Loss):
             return
+        mode = mode_of(module)
+        where = stack()[:3]
+        if mode and self.feeding and (self.feeding, mode, *where) not in self._noted:
+            self._noted.add((self.feeding, mode, *where))
+            self._recorder.tell("call", loader=self.feeding, mode=mode, where=where)
         if not torch.is_grad_enabled():
             self.samples += size_of(args)
         elif len(self.calls) < _MANY_CALLS:
-            self.calls.append({"where": stack()[:3], "input": content(args)})
+            self.calls.append({"where": where, "input": content(args)})
+            self.networks.append((module, mode))
+
+
+def mode_of(network: nn.Module) -> str:
+    """Return the mode of a network's dropout and batch norm, "mixed" if a part was frozen, "" if it has none."""
+    modes = set()
+    for module in network.modules():
+        is_dropout = isinstance(module, _DropoutNd) and module.p > 0
+        if is_dropout or (isinstance(module, _NormBase) and module.track_running_stats):
+            modes.add(module.training)
+    network = next(network.children(), network) if isinstance(network, DistributedDataParallel) else network
+    if not modes:
+        return ""
+    if modes != {network.training}:
+        return "mixed"
+    return "train" if network.training else "eval"
 
 
 def _made_at() -> Stack:

@@ -12,7 +12,6 @@ from .facts import Facts, Finding, agree, all_equal
 from .source import Place, is_shared_out
 
 _COMPARED = 3  # batches or steps that must be equal on all ranks, if there are as many
-_WORK_OF_ONE = "all ranks do the work of one: the gradient is that of one rank's samples"
 _FEW = 8  # words: a choice that all ranks are to make alike takes as many
 
 
@@ -64,15 +63,15 @@ def _find_same(facts: Facts, records: list[Record], contents: list[list[int]]) -
     seeds = _seeded(facts, "random", "numpy", "torch")
     if epoch["lines"]:
         lines = [epoch["lines"], *lines, *seeds]
-        fix = "let each rank take its share, `[rank::world_size]`, or draw with a seed of its own, `seed + rank`"
+        rule = "same-by-sampler"
     elif not epoch["iterable"] and not agree(records, "plan"):  # then the dataset draws the samples
         lines = [*seeds, *lines]
-        fix = "give each rank a seed of its own: `seed + rank`"
+        rule = "same-by-seed"
     else:
         lines = [epoch["made"], *lines]
-        fix = "`DataLoader(dataset, sampler=DistributedSampler(dataset))`"
+        rule = "same-by-loader"
     evidence = f"the first {equal} batches are the same on {facts.who}"
-    return facts.finding("same-samples", evidence, _WORK_OF_ONE, fix, *lines)
+    return facts.finding(rule, evidence, *lines)
 
 
 def _find_equal_inputs(facts: Facts) -> Iterator[Finding]:
@@ -85,8 +84,7 @@ def _find_equal_inputs(facts: Facts) -> Iterator[Finding]:
     if rows:
         lines = [rows[0][0]["calls"][0]["where"], *_seeded(facts, "torch", "numpy", "random")]
         evidence = f"at each of {len(rows)} steps the inputs are the same on {facts.who}"
-        fix = "draw the samples of each rank with a seed of its own, or let each take its share: `[rank::world_size]`"
-        yield facts.finding("same-samples", evidence, _WORK_OF_ONE, fix, *lines)
+        yield facts.finding("same-inputs", evidence, *lines)
 
 
 def _find_repeated_batches(facts: Facts, epoch: Record, contents: list[int]) -> Finding | None:
@@ -95,9 +93,7 @@ def _find_repeated_batches(facts: Facts, epoch: Record, contents: list[int]) -> 
     if not repeated or epoch["workers"] < 2:
         return None
     evidence = f"{repeated} of the first {len(contents)} batches of rank 0 came before in the same epoch"
-    why = f"each of the {epoch['workers']} workers reads all samples of its rank, so an epoch has them several times"
-    fix = "share the samples out among workers, too: `get_worker_info().id` and `.num_workers`"
-    return _about_sampler("samples-repeated", facts, epoch, evidence, why, fix)
+    return _about_sampler("read-by-each-worker", facts, epoch, evidence)
 
 
 # Compare the samples that a sampler deals with those that there are.
@@ -119,9 +115,7 @@ def _examine_plans(facts: Facts, records: list[Record], trains: bool) -> Finding
         return _differently_split(facts, records, parts) if trains else None
     if all(len(plan) >= total for plan in plans):
         evidence = f"each of {facts.who} goes through all {total} samples in an epoch"
-        why = f"an epoch is {facts.world_size} epochs, of which the ranks know nothing: schedules and logs are wrong"
-        fix = "`DataLoader(dataset, sampler=DistributedSampler(dataset))`"
-        found = _about_sampler("samples-repeated", facts, epoch, evidence, why, fix, severity="suspicious")
+        found = _about_sampler("all-samples-on-each", facts, epoch, evidence)
         return found if trains else None
     dealt = {index for plan in plans for index in plan}
     missing = len(expected - dealt)
@@ -135,9 +129,7 @@ def _examine_plans(facts: Facts, records: list[Record], trains: bool) -> Finding
     if not trains or not missing or not is_partition or _come_in_runs(plans):
         return None
     evidence = f"of {total} samples, {missing} come on no rank and {extra} come again, in one epoch"
-    why = "the ranks take their shares of orders that differ, so the shares overlap"
-    fix = "give all ranks one seed, `DistributedSampler(dataset, seed=0)`, and one epoch, `sampler.set_epoch(epoch)`"
-    return _about_sampler("shuffle-differs", facts, epoch, evidence, why, fix)
+    return _about_sampler("shuffle-differs", facts, epoch, evidence)
 
 
 def _missing(facts: Facts, epoch: Record, expected: set[int], may_drop: int) -> Finding | None:
@@ -150,10 +142,8 @@ def _missing(facts: Facts, epoch: Record, expected: set[int], may_drop: int) -> 
     is_meant = "Subset" in epoch["sampler"] or is_part or (missing < 2 and is_shuffled)
     if is_meant or (missing <= may_drop and not is_shuffled):
         return None
-    why = "the model never sees them, or they are in no metric"
-    fix = "deal all samples, once: `DistributedSampler(dataset)`"
     evidence = f"{missing} of {len(expected)} samples come on no rank"
-    return _about_sampler("samples-missing", facts, epoch, evidence, why, fix, severity="suspicious")
+    return _about_sampler("samples-missing", facts, epoch, evidence)
 
 
 def _come_in_runs(plans: list[list[int]]) -> bool:
@@ -165,19 +155,14 @@ def _come_in_runs(plans: list[list[int]]) -> bool:
     return runs <= len(set(order)) + len(plans)
 
 
-def _about_sampler(
-    kind: str, facts: Facts, epoch: Record, evidence: str, why: str, fix: str, *lines: Any, severity: str = "wrong"
-) -> Finding:
+def _about_sampler(rule: str, facts: Facts, epoch: Record, evidence: str, *lines: Any) -> Finding:
     """Make a finding about a sampler: where it is defined if it is the script's, else where it was made."""
-    lines = (*lines, epoch["lines"], epoch["sampler_made"], epoch["made"])
-    return facts.finding(kind, evidence, why, fix, *lines, severity=severity)
+    return facts.finding(rule, evidence, *lines, epoch["lines"], epoch["sampler_made"], epoch["made"])
 
 
 def _differently_ordered(facts: Facts, epoch: Record) -> Finding:
     evidence = f"{facts.who} hold the same samples in different orders, and deal positions in them"
-    why = "a position is another sample on each rank: some samples come twice, others never"
-    fix = "leave the list in one order, or shuffle it with a seed that all ranks have: `random.Random(0).shuffle(x)`"
-    return _about_sampler("shuffle-differs", facts, epoch, evidence, why, fix, *_seeded(facts, "shuffle"))
+    return _about_sampler("order-differs", facts, epoch, evidence, *_seeded(facts, "shuffle"))
 
 
 def _differently_split(facts: Facts, records: list[Record], parts: list[set[int]]) -> Finding:
@@ -192,10 +177,8 @@ def _differently_split(facts: Facts, records: list[Record], parts: list[set[int]
         if rows[0]["loader"] not in facts.training and rows[0]["dataset"] == records[0]["dataset"] and held & trained:
             evidence += f"; {len(held & trained)} of the {len(held)} that rank 0 validates on are trained on elsewhere"
             break
-    why = "what one rank leaves out, for its validation, another rank trains on: the validation sees training samples"
-    fix = "split alike on all ranks: `random_split(dataset, lengths, generator=torch.Generator().manual_seed(0))`"
     epoch = records[0]
-    return facts.finding("split-differs", evidence, why, fix, epoch["split"], *_seeded(facts, "torch"), epoch["made"])
+    return facts.finding("split-differs", evidence, epoch["split"], *_seeded(facts, "torch"), epoch["made"])
 
 
 def _find_same_orders(facts: Facts, training: set[str]) -> Iterator[Finding]:
@@ -208,20 +191,14 @@ def _find_same_orders(facts: Facts, training: set[str]) -> Iterator[Finding]:
         if len(records) < 2 or not agree(records, "plan"):
             continue
         seen = f"{len(records)} epochs have the same order of the {len(plan)} samples of rank 0"
-        evidence = f"{seen}: `set_epoch` is not called"
-        why = "the same samples meet in the same batches, on the same rank, for ever"
-        fix = "call `sampler.set_epoch(epoch)` at the head of each epoch"
-        lines = [first["where"], first["sampler_made"], first["made"]]
         calls = [record for record in facts.first("set epoch") if record["sampler"] == first["sampler"]]
+        rule, how, lines = "epoch-not-set", "is not called", first["where"]
         if calls and agree(calls, "epoch"):
-            evidence = f"{seen}: `set_epoch` gets {calls[0]['epoch']} each time"
-            fix = "give it the number of the epoch: `sampler.set_epoch(epoch)`"
-            lines = [calls[0]["where"], *lines]
+            rule, how, lines = "epoch-constant", f"gets {calls[0]['epoch']} each time", calls[0]["where"]
         elif calls:
-            evidence = f"{seen}: `set_epoch` is called, and the order does not depend on it"
-            fix = "shuffle by `self.seed + self.epoch` in the sampler"
-            lines = [first["lines"], *lines]
-        yield facts.finding("epoch-not-set", evidence, why, fix, *lines)
+            rule, how, lines = "epoch-unused", "is called, and the order does not depend on it", first["lines"]
+        evidence = f"{seen}: `set_epoch` {how}"
+        yield facts.finding(rule, evidence, lines, first["where"], first["sampler_made"], first["made"])
 
 
 def _epochs_of_lines(facts: Facts, training: set[str]) -> list[list[Record]]:
@@ -277,10 +254,7 @@ def _find_same_noise(facts: Facts) -> Iterator[Finding]:
 
 
 def _same_numbers(facts: Facts, evidence: str, *lines: Any) -> Finding:
-    why = "noise, dropout masks or augmentations are those of one rank, used several times: less variety"
-    fix = "after the model is made, seed each rank on its own, `torch.manual_seed(seed + rank)`"
-    fix += ", and what workers draw from by `torch.initial_seed() % 2**32`, in `worker_init_fn`"
-    return facts.finding("same-random-numbers", evidence, why, fix, *lines)
+    return facts.finding("same-random-numbers", evidence, *lines)
 
 
 def _equal_states(drawn: list[list[Record]], least: int) -> list[str]:

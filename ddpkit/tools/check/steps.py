@@ -30,6 +30,7 @@ from .loaders import Ending, Samples
 from .modules import Modules, roots, variables
 from .random_numbers import Windows
 from .source import Stack, divides_by_ranks, stack
+from .training_loop import TrainingLoop
 
 _LOSSES = (
     "cross_entropy",
@@ -41,6 +42,9 @@ _LOSSES = (
     "binary_cross_entropy",
     "binary_cross_entropy_with_logits",
 )
+_ELEMENTWISE = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+_APPLIED = {"cross_entropy": "Softmax", "binary_cross_entropy_with_logits": "Sigmoid"}
+_SHAPES = ("_DDPSink", "ToCopy", "Squeeze", "Unsqueeze", "View", "UnsafeView", "Transpose", "Permute", "Alias")
 _MANY_LOSSES = 64  # losses that are kept for a step
 _IMAGES = 4  # dimensions of classes by pixel, of which each rank ignores a few: their means count as equals everywhere
 _FIRST_STEPS = 3  # at which states are compared: what differs differs by then
@@ -112,6 +116,7 @@ class Losses:
         ignores = not target.is_floating_point() and count < target.numel() and input.ndim < _IMAGES
         loss: dict[str, Any] = {"where": stack()[:3], "count": count, "total": 0.0}
         loss |= {"summed": reduction != "mean", "masked": reduction != "mean" or ignores}
+        loss |= {"activated": _activation(name, input), "broadcast": _broadcast(name, input, target)}
         self._found.append(loss)
 
         def arrived(gradient: Tensor) -> None:
@@ -124,6 +129,26 @@ class Losses:
             loss["backward"] = self._backwards
 
         result.register_hook(guarded(arrived))  # type: ignore[no-untyped-call]
+
+
+def _activation(name: str, logits: Tensor) -> str:
+    """Name the function that has computed what a loss takes for logits, "" if it is no activation."""
+    activation = _APPLIED.get(name)
+    node, output = logits.grad_fn, logits.output_nr
+    while activation and node is not None:
+        if node.name().startswith(activation):
+            return activation.lower()
+        is_shape = node.name().startswith(_SHAPES)
+        node, output = node.next_functions[output if "DDP" in node.name() else 0] if is_shape else (None, 0)
+    return ""
+
+
+def _broadcast(name: str, input: Tensor, target: Tensor) -> str:
+    """Write the shapes of tensors if a loss compares more pairs than either has elements, else ""."""
+    if name not in _ELEMENTWISE or input.shape == target.shape:
+        return ""
+    pairs = torch.broadcast_tensors(input, target)[0].numel()  # type: ignore[no-untyped-call]
+    return f"{list(input.shape)} and {list(target.shape)}" if pairs > max(input.numel(), target.numel()) else ""
 
 
 def observe_plateaus(recorder: Recorder) -> None:
@@ -158,6 +183,7 @@ class Steps:
     windows: Windows
     collectives: Collectives
     samples: Samples
+    loop: TrainingLoop
     _made: WeakKeyDictionary[Optimizer, Stack] = field(default_factory=WeakKeyDictionary)
     _seen: WeakKeyDictionary[Optimizer, _Seen] = field(default_factory=WeakKeyDictionary)
     _depth: int = 0
@@ -235,6 +261,10 @@ class Steps:
             summed=summed,
             class_name=type(optimizer).__name__,
             joined=dist.is_initialized(),
+            modes=self.loop.modes(optimizer),
+            switched=self.modules.switched,
+            outside=self.loop.outside(optimizer),
+            **self.loop.take(optimizer),
             random=self.windows.close(),
             loaded=self._loaded,
         )
