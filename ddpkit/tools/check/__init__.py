@@ -108,11 +108,7 @@ _FOLLOW = {  # what another finding explains
     "not-in-optimizer": ("no-gradients",),
     "gradients-discarded": ("no-gradients",),
     "same-samples": ("same-random-numbers", "samples-repeated"),
-    "gradients-not-averaged": (
-        "replicas-differ-at-start",
-        "replicas-drift",
-        "collective-order",
-    ),
+    "gradients-not-averaged": ("replicas-differ-at-start", "replicas-drift", "collective-order"),
     "replicas-differ-at-start": ("replicas-drift",),
     "one-rank-decides": ("collective-order",),
     "split-differs": ("shuffle-differs", "samples-missing", "wrong-divisor", "mean-of-means"),

@@ -18,27 +18,11 @@ from .modules import Modules
 from .source import Stack, divides_by_ranks, stack
 
 _COLLECTIVES = (
-    "all_reduce",
-    "broadcast",
-    "reduce",
-    "all_gather_into_tensor",
-    "all_gather_single",
-    "reduce_scatter_tensor",
-    "reduce_scatter_single",
-    "all_gather",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "monitored_barrier",
-    "all_gather_object",
-    "gather_object",
-    "broadcast_object_list",
-    "scatter_object_list",
-    "new_group",
-)
+    "all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "all_gather_single",
+    "reduce_scatter_tensor", "reduce_scatter_single", "all_gather", "gather", "scatter", "reduce_scatter",
+    "all_to_all", "all_to_all_single", "barrier", "monitored_barrier", "all_gather_object", "gather_object",
+    "broadcast_object_list", "scatter_object_list", "new_group",
+)  # fmt: skip
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 _FIRST_STEPS = 3  # at which the graphs of what collectives get are followed
 _MANY = 4096  # sums that are kept for a step

@@ -105,10 +105,8 @@ class Facts:
         entry = RULES[rule]
         why = entry["why"].replace("{ranks}", str(self.world_size))
         where = found[0] if found else None
-        finding = Finding(
-            entry["finding"], entry["severity"], where, self.ranks, evidence, why, entry["fix"], found[1:]
-        )
-        return replace(finding, **changes)
+        kind, severity, fix = entry["finding"], entry["severity"], entry["fix"]
+        return replace(Finding(kind, severity, where, self.ranks, evidence, why, fix, found[1:]), **changes)
 
     def of(self, kind: str) -> dict[int, list[Record]]:
         """Select the records of one kind, by rank."""
@@ -208,13 +206,7 @@ def say_ranks(ranks: list[int]) -> str:
 # Tell ranks that hold parts of one network from ranks that hold replicas of it.
 
 OF_REPLICAS = frozenset(
-    [
-        "gradients-not-averaged",
-        "replicas-differ-at-start",
-        "replicas-drift",
-        "same-samples",
-        "same-random-numbers",
-    ]
+    ["gradients-not-averaged", "replicas-differ-at-start", "replicas-drift", "same-samples", "same-random-numbers"]
 )
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ..recorder import Record
 from .facts import Facts, Finding, agree, all_equal, in_function_of, name_some, places
-from .source import rank_condition
+from .source import rank_condition, setting_lines
 
 _SOME_STEPS = 3  # after which a parameter without a gradient gets none
 _ROUNDING = 1e-4  # relative difference of gradients that sums in another order may have
@@ -183,8 +183,10 @@ def _find_different_start(facts: Facts, optimizers: list[_Optimizer]) -> Finding
 
 
 def _started_different(facts: Facts, names: list[str], made: list[Any], optimizer: list[Any]) -> Finding:
+    loaded = [set(places(*(record["where"][:1] for record in told))) for told in facts.of("loaded").values()]
+    alone = [line for line in loaded[0] if not all(line in lines for lines in loaded)]
     evidence = f"{name_some(names)}: at the first optimizer step {facts.who} hold different values"
-    lines = [in_function_of(made, optimizer), made, optimizer]
+    lines = [*filter(None, map(rank_condition, alone)), alone, in_function_of(made, optimizer), made, optimizer]
     return facts.finding("replicas-differ-at-start", evidence, *lines)
 
 
@@ -194,7 +196,7 @@ def _find_states(facts: Facts, rows: list[list[Record]]) -> Finding | None:
         number = records[0]["number"]
         rates = [record["rates"] for record in records]
         if not all_equal(rates):
-            found = " and ".join(str(rate[0]) for rate in rates)
+            found = " and ".join(f"{rate[0]:.4g}" for rate in rates)
             evidence = f"at optimizer step {number} the learning rates of {facts.who} are {found}"
         elif number == 1 and not agree(records, "state"):
             evidence = f"at the first step the optimizer states of {facts.who} differ"
@@ -202,7 +204,8 @@ def _find_states(facts: Facts, rows: list[list[Record]]) -> Finding | None:
             continue
         loaded: list[Any] = next((record["loaded"] for record in records if record["loaded"]), [])
         condition = next(filter(None, map(rank_condition, places(loaded))), None)
-        return facts.finding("states-differ", evidence, condition, loaded, records[0]["where"])
+        by_hand = setting_lines(places(records[0]["where"]), "lr") if number > 1 else []
+        return facts.finding("states-differ", evidence, condition, loaded, by_hand, records[0]["where"])
     return None
 
 
@@ -409,8 +412,9 @@ def _mean_of_means(facts: Facts, records: list[Record]) -> Finding:
     before = facts.records[facts.ranks[0]]
     before = before[: before.index(first)]
     epoch: Record = next((record for record in reversed(before) if record["kind"] == "epoch"), {})
-    severity = "wrong" if epoch and epoch["loader"] not in facts.training else "suspicious"
+    is_evaluation = bool(epoch) and epoch["loader"] not in facts.training
+    severity = "wrong" if is_evaluation else "suspicious"
     shares = " and ".join(str(record["samples"]) for record in records)
     evidence = f"means over {shares} samples, of {facts.who}, are averaged as equals"
-    where = in_function_of(first["where"], epoch.get("where", []))
+    where = in_function_of(first["where"], epoch["where"]) if is_evaluation else None
     return facts.finding("mean-of-means", evidence, where, first["where"], severity=severity)

@@ -102,6 +102,7 @@ class Modules:
         hooks.register_module_forward_pre_hook(guarded(self._entered))
         hooks.register_module_forward_hook(guarded(self._left), always_call=True)
         before(nn.Module, "train", self._switch)
+        before(nn.Module, "load_state_dict", lambda *args, **kwargs: self._recorder.tell("loaded", where=stack()))
         after(nn.Parameter, "__deepcopy__", self._copied)
         after(Tensor, "__deepcopy__", self._copied)
         after(DistributedDataParallel, "__init__", self._made)

@@ -13,18 +13,7 @@ from torch.nn import functional
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..recorder import (
-    Function,
-    Recorder,
-    after,
-    before,
-    guarded,
-    hash_of,
-    parameters_of,
-    replace,
-    sample,
-    whole,
-)
+from ..recorder import Function, Recorder, after, before, guarded, hash_of, parameters_of, replace, sample, whole
 from .collectives import Collectives
 from .loaders import Ending, Samples
 from .modules import Modules, roots, variables
@@ -32,17 +21,8 @@ from .random_numbers import Windows
 from .source import Stack, divides_by_ranks, stack
 from .training_loop import TrainingLoop
 
-_LOSSES = (
-    "cross_entropy",
-    "nll_loss",
-    "mse_loss",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-)
-_ELEMENTWISE = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+_ELEMENTWISE = ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"]
+_LOSSES = [*_ELEMENTWISE, "cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"]
 _APPLIED = {"cross_entropy": "Softmax", "binary_cross_entropy_with_logits": "Sigmoid"}
 _SHAPES = ("_DDPSink", "ToCopy", "Squeeze", "Unsqueeze", "View", "UnsafeView", "Transpose", "Permute", "Alias")
 _MANY_LOSSES = 64  # losses that are kept for a step
