@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.join import Join
 
-from ..recorder import Function, Recorder, before, guarded, replace
+from ..recorder import Function, Recorder, before, guarded, replace, small_hashes
 from .loaders import Ending
 from .modules import Modules
 from .source import Stack, divides_by_ranks, stack
@@ -151,6 +151,6 @@ def observe_saves(recorder: Recorder) -> None:
     def save(obj: Any, f: Any = None, *args: Any, **kwargs: Any) -> None:
         path = getattr(f, "name", f)
         if isinstance(path, str | os.PathLike):
-            recorder.tell("file", path=os.path.realpath(path), where=stack())
+            recorder.tell("file", path=os.path.realpath(path), where=stack(), hashes=list(small_hashes(obj)))
 
     before(torch, "save", save)

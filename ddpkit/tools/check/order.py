@@ -21,6 +21,7 @@ def find(facts: Facts) -> Iterator[Finding]:
         found.append(_explain(facts, facts.parted))
     yield from filter(None, found)
     yield from _find_same_files(facts)
+    yield from _find_own_values(facts)
 
 
 def _find_skipping(facts: Facts) -> Finding | None:
@@ -128,6 +129,19 @@ def _is_left(loop: Loop, line: Place, left: Record | None, ends: str) -> bool:
     stack = places(left["where"])
     is_there = any((place.file, place.function) == (line.file, line.function) for place in stack)
     return is_there and not _are_inside(loop, line, stack)
+
+
+def _find_own_values(facts: Facts) -> Iterator[Finding]:
+    """Find values that one rank alone saves, and that differed between ranks from the first step on."""
+    writers = [rank for rank, records in facts.of("file").items() if records]
+    if len(writers) == 1:
+        saved = {hashed: record["where"] for record in facts.all("file") for hashed in record["hashes"]}
+        for (name,), records in facts.rows("value", "name"):
+            where = saved.get(records[facts.ranks.index(writers[0])]["hash"])
+            if where and not agree(records, "hash"):
+                evidence = f"`{name}` differs between {facts.who}, and rank {writers[0]} saves its own"
+                yield facts.finding("own-values-saved", evidence, where)
+                return
 
 
 def _find_same_files(facts: Facts) -> Iterator[Finding]:

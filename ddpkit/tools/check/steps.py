@@ -6,14 +6,27 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..recorder import Function, Recorder, after, before, guarded, hash_of, parameters_of, replace, sample, whole
+from ..recorder import (
+    Function,
+    Recorder,
+    after,
+    before,
+    guarded,
+    hash_of,
+    parameters_of,
+    replace,
+    sample,
+    small_hashes,
+    whole,
+)
 from .collectives import Collectives
 from .loaders import Ending, Samples
 from .modules import Modules, roots, variables
@@ -218,6 +231,8 @@ class Steps:
         for name, plain in zip(seen.names, whole_ones, strict=True):
             if plain is not None:
                 self.collectives.trained[plain.data_ptr()] = (seen.number, name)
+        if self.recorder.step == 1:
+            self._tell_values()
         gradients = [_whole_gradient(p) for p in parameters]
         summed = self._summed(gradients)
         self.recorder.tell(
@@ -263,6 +278,13 @@ class Steps:
         square = sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in present)
         ratio = (sum(entry["square"] for entry in sums) / square) ** 0.5 if square else 0.0
         return sums[0] | {"ratio": ratio}
+
+    def _tell_values(self) -> None:
+        """Tell hashes of the small tensors that variables hold at the first step."""
+        for name, value in list(variables()):
+            if isinstance(value, Tensor | np.ndarray) and not isinstance(value, nn.Parameter):
+                for hashed in small_hashes(value):
+                    self.recorder.tell("value", name=name, hash=hashed)
 
     def _introduce(self, seen: _Seen) -> None:
         """Tell the names of an optimiser's parameters, and where they come from."""
