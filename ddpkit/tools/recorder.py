@@ -149,6 +149,7 @@ def after(owner: Any, name: str, look: Function) -> None:
 # Describe tensors by few numbers, by which ranks can be compared.
 
 _SAMPLES = 16  # elements that are shown of a tensor
+_SMALL = 1 << 16  # elements of statistics
 _HASHED = 1 << 24  # bytes of a batch that are hashed
 
 
@@ -196,6 +197,13 @@ def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
             yield from tensors_in(child, depth - 1)
     elif depth and hasattr(value, "__dict__") and not isinstance(value, type):
         yield from tensors_in(vars(value), depth - 1)
+
+
+def small_hashes(value: Any) -> Iterator[int]:
+    """Hash the small floating tensors in a value, those of statistics."""
+    for tensor in () if isinstance(value, np.ndarray) and value.size > _SMALL else tensors_in(value, depth=2):
+        if tensor.is_floating_point() and 0 < tensor.numel() <= _SMALL and whole(tensor) is tensor:
+            yield hash_of(tensor)
 
 
 def content(value: Any) -> int:

@@ -138,6 +138,7 @@ BAD = {
     "import sys\nsys.exit('no data')\n": "exited with code 1",
     "this is no Python\n": "SyntaxError",
     "raise ValueError('no such data')\n": "ValueError: no such data",
+    "import torch\ntorch.cuda.set_device(0)\n": "The script needs a GPU",
     "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n": "was killed by SIGKILL",
     "import torch.multiprocessing as mp\ndef f(i): ...\nmp.spawn(f, nprocs=2)\n": "starts processes of its own",
     "import multiprocessing as mp, torch.distributed as dist\n"
@@ -197,7 +198,8 @@ def test_an_exception_on_one_rank_is_told_and_no_bug_of_order(tmp_path: Path) ->
     script.write_text(TRAIN.replace("    loss.backward()", f"    {fault}\n    loss.backward()"))
     code, report = check(script, tmp_path)
     assert (code, report["findings"]) == (2, [])
-    assert "rank 1 failed after 2 optimizer steps: RuntimeError: out of memory" in report["trouble"]
+    assert "rank 1 failed after 2 optimizer steps at " in report["trouble"]
+    assert "train.py:11: RuntimeError: out of memory" in report["trouble"]
 
 
 def test_a_healthy_script_is_checked_on_three_ranks_with_its_own_arguments(tmp_path: Path) -> None:

@@ -17,13 +17,15 @@ from ... import LaunchError, detect_launch
 from ..cli import columns, count, paint, wrap
 from ..ranks import Ranks, Script, describe, exit_when_terminated, run_script, use_gloo_without_gpus
 from ..recorder import Recorder, before
-from . import gradients, order, samples
+from . import gradients, order, samples, training_loop
 from .collectives import Collectives, observe_saves
 from .facts import OF_REPLICAS, SEVERITIES, Facts, Finding, Outcome, Watch, hold_parts
 from .loaders import Ending, Samples
 from .modules import Modules
 from .random_numbers import Windows
+from .source import raised_at
 from .steps import Losses, Steps, observe_plateaus
+from .training_loop import TrainingLoop
 
 # Print what was found, for people or as JSON.
 
@@ -34,7 +36,9 @@ _MARGIN = " " * 12
 
 def render(script: str, outcome: Outcome, findings: list[Finding]) -> str:
     """Write the report for a terminal, coloured where that is wanted."""
-    world = count(outcome.facts.world_size, "rank")
+    world = "no process group" if outcome.steps else ""
+    if outcome.facts.is_distributed:
+        world = count(outcome.facts.world_size, "rank")
     title = f"ddpkit check: {script}, {world}, {count(outcome.steps, 'optimizer step')}"
     lines = [paint(title, "bold"), ""]
     for finding in findings:
@@ -101,24 +105,22 @@ def _finding_as_json(finding: Finding) -> dict[str, Any]:
 _SUBJECTS = (gradients, samples, order)
 _FOLLOW = {  # what another finding explains
     "batches-differ": ("wrong-divisor", "collective-order", "one-rank-decides", "replicas-drift"),
+    "not-in-optimizer": ("no-gradients",),
+    "gradients-discarded": ("no-gradients",),
     "same-samples": ("same-random-numbers", "samples-repeated"),
-    "gradients-not-averaged": (
-        "replicas-differ-at-start",
-        "replicas-drift",
-        "collective-order",
-    ),
+    "gradients-not-averaged": ("replicas-differ-at-start", "replicas-drift", "collective-order"),
     "replicas-differ-at-start": ("replicas-drift",),
     "one-rank-decides": ("collective-order",),
+    "split-differs": ("shuffle-differs", "samples-missing", "wrong-divisor", "mean-of-means"),
     "shuffle-differs": ("samples-missing", "samples-repeated", "wrong-divisor"),
 }
 
 
 def find_all(facts: Facts) -> list[Finding]:
     """Return the findings, the worst first, without those that follow from others."""
-    found: list[Finding] = []
-    if facts.world_size > 1:
-        for subject in _SUBJECTS:
-            found += subject.find(facts)
+    found = [*training_loop.find(facts), *gradients.find_without(facts)]
+    for subject in _SUBJECTS if facts.is_distributed else ():
+        found += subject.find(facts)
     kinds = {finding.kind for finding in found}
     explained = {kind for cause in kinds for kind in _FOLLOW.get(cause, ())}
     if kinds & OF_REPLICAS and hold_parts(facts):
@@ -203,7 +205,7 @@ def be_rank(script: Script, steps: int, recorder: Recorder, control: int) -> int
     ending = Ending(recorder, steps, control)
     observe(recorder, ending)
     code, failure = run_script(script)
-    recorder.tell("end", code=code, error=describe(failure))
+    recorder.tell("end", code=code, error=describe(failure), where=raised_at(failure))
     sys.stdout.flush()
     sys.stderr.flush()
     ending.wait("end")
@@ -216,9 +218,10 @@ def observe(recorder: Recorder, ending: Ending) -> None:
     windows = Windows(recorder)
     samples = Samples(recorder, ending, windows, modules)
     losses = Losses(modules, samples, ending)
-    collectives = Collectives(recorder, modules)
-    steps = Steps(recorder, ending, modules, losses, windows, collectives, samples)
-    for observer in (modules, losses, windows, samples, steps, collectives):
+    collectives = Collectives(recorder, modules, ending)
+    loop = TrainingLoop(recorder, modules)
+    steps = Steps(recorder, ending, modules, losses, windows, collectives, samples, loop)
+    for observer in (modules, loop, losses, windows, samples, steps, collectives):
         observer.install()
     observe_plateaus(recorder)
     observe_saves(recorder)

@@ -12,32 +12,17 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.join import Join
 
-from ..recorder import Function, Recorder, before, guarded, replace
+from ..recorder import Function, Recorder, before, guarded, replace, small_hashes
+from .loaders import Ending
 from .modules import Modules
 from .source import Stack, divides_by_ranks, stack
 
 _COLLECTIVES = (
-    "all_reduce",
-    "broadcast",
-    "reduce",
-    "all_gather_into_tensor",
-    "all_gather_single",
-    "reduce_scatter_tensor",
-    "reduce_scatter_single",
-    "all_gather",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "monitored_barrier",
-    "all_gather_object",
-    "gather_object",
-    "broadcast_object_list",
-    "scatter_object_list",
-    "new_group",
-)
+    "all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "all_gather_single",
+    "reduce_scatter_tensor", "reduce_scatter_single", "all_gather", "gather", "scatter", "reduce_scatter",
+    "all_to_all", "all_to_all_single", "barrier", "monitored_barrier", "all_gather_object", "gather_object",
+    "broadcast_object_list", "scatter_object_list", "new_group",
+)  # fmt: skip
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 _FIRST_STEPS = 3  # at which the graphs of what collectives get are followed
 _MANY = 4096  # sums that are kept for a step
@@ -52,9 +37,10 @@ class Collectives:
         cut: Where a collective takes what parameters have computed, and not its graph, by their identity.
     """
 
-    def __init__(self, recorder: Recorder, modules: Modules) -> None:
+    def __init__(self, recorder: Recorder, modules: Modules, ending: Ending) -> None:
         self._recorder = recorder
         self._modules = modules
+        self._ending = ending
         self._depth = 0
         self._sent_at = -1  # step for which that was told last
         self._sums: list[dict[str, Any]] = []
@@ -127,7 +113,7 @@ class Collectives:
                 fields["trained"] = self.trained.get(tensor.data_ptr())
         if "reduce" in name:
             fields["reduction"] = _reduction(args, kwargs)
-        more = {"samples": self._modules.samples, "divides": divides_by_ranks()}
+        more = {"samples": self._modules.samples, "divides": divides_by_ranks(), "averages": self._ending.accumulates}
         self._recorder.tell_collective(fields | more)
 
 
@@ -165,6 +151,6 @@ def observe_saves(recorder: Recorder) -> None:
     def save(obj: Any, f: Any = None, *args: Any, **kwargs: Any) -> None:
         path = getattr(f, "name", f)
         if isinstance(path, str | os.PathLike):
-            recorder.tell("file", path=os.path.realpath(path), where=stack())
+            recorder.tell("file", path=os.path.realpath(path), where=stack(), hashes=list(small_hashes(obj)))
 
     before(torch, "save", save)

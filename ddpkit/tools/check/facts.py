@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from ..ranks import Rank, Ranks
 from ..recorder import Record
 from .source import Place
 
+RULES: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("rules.json").read_text())
 SEVERITIES = ("wrong", "suspicious")
 SCRIPT_END = "the end of the script"  # where a rank has come that has ended without an error
 
@@ -64,6 +68,11 @@ class Facts:
         return len(self.records)
 
     @property
+    def is_distributed(self) -> bool:
+        """Return whether the ranks belong together: without a process group, each is a training of its own."""
+        return bool(self.parted) or any(record["joined"] for record in self.all("step"))
+
+    @property
     def who(self) -> str:
         """Name the ranks in a sentence."""
         return say_ranks(self.ranks)
@@ -83,20 +92,21 @@ class Facts:
         """Return whether ranks take different numbers of micro-batches, whose gradients `exact_gradients` adds up."""
         return any(record.get("sampler") == "MicroBatchSampler" for record in self.all("epoch"))
 
-    def finding(
-        self,
-        kind: str,
-        evidence: str,
-        why: str,
-        fix: str,
-        *lines: Sequence[Any] | None,
-        severity: str = "wrong",
-        ranks: list[int] | None = None,
-    ) -> Finding:
-        """Make a finding at the nearest of some lines or stacks, of all ranks by default; the others belong to it."""
+    def finding(self, rule: str, evidence: str, *lines: Sequence[Any] | None, **changes: Any) -> Finding:
+        """Make a finding by a rule of the table, of all ranks, at the nearest of some lines or stacks.
+
+        Args:
+            rule: Its name in `rules.json`.
+            evidence: What was seen.
+            lines: The first is where the bug is, the others belong to it.
+            changes: Other `severity` or `ranks`.
+        """
         found = places(*lines)
+        entry = RULES[rule]
+        why = entry["why"].replace("{ranks}", str(self.world_size))
         where = found[0] if found else None
-        return Finding(kind, severity, where, ranks or self.ranks, evidence, why, fix, found[1:])
+        kind, severity, fix = entry["finding"], entry["severity"], entry["fix"]
+        return replace(Finding(kind, severity, where, self.ranks, evidence, why, fix, found[1:]), **changes)
 
     def of(self, kind: str) -> dict[int, list[Record]]:
         """Select the records of one kind, by rank."""
@@ -176,6 +186,12 @@ def agree(records: Sequence[Record], key: str) -> bool:
     return all_equal([record[key] for record in records])
 
 
+def name_some(names: Sequence[str]) -> str:
+    """Name the first of some things, and tell how many more there are."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"`{names[0]}`{more}"
+
+
 def say_ranks(ranks: list[int]) -> str:
     """Name ranks.
 
@@ -190,13 +206,7 @@ def say_ranks(ranks: list[int]) -> str:
 # Tell ranks that hold parts of one network from ranks that hold replicas of it.
 
 OF_REPLICAS = frozenset(
-    [
-        "gradients-not-averaged",
-        "replicas-differ-at-start",
-        "replicas-drift",
-        "same-samples",
-        "same-random-numbers",
-    ]
+    ["gradients-not-averaged", "replicas-differ-at-start", "replicas-drift", "same-samples", "same-random-numbers"]
 )
 
 
@@ -274,6 +284,7 @@ def _signature(record: Record) -> tuple[object, ...]:
     return record["op"], record.get("dtype"), tuple(record.get("shape", ())), record.get("reduction")
 
 
+_NO_GPU = "_cuda_|compiled with CUDA|No CUDA GPUs|no NVIDIA driver|a CUDA device|no accelerator|none is available"
 _POLL = 0.1  # seconds
 _AFTER_PARTING = 1.0  # seconds in which the ranks may say more, once they have parted
 _AFTER_FAILURE = 5.0  # seconds in which other ranks may report, once one has failed
@@ -373,8 +384,10 @@ class Watch:
                 how = record.get("how") or f"exited with code {record['code']}"
                 error = ""
                 if record.get("error"):
-                    how, error = "failed", f": {record['error']}"
+                    how, error = "failed", f"{_say_where(record)}: {record['error']}"
                 trouble = f"rank {number} {how} after {steps} optimizer steps{error}"
+                if re.search(_NO_GPU, error):
+                    trouble += ". The script needs a GPU: set it to the CPU, or check it with `--device cuda`"
                 return trouble, self._ranks.all[number].tail()
         if hanging and not self._order.parted and not self._waits_for_helpers():
             return self._describe_hanging()
@@ -392,6 +405,10 @@ class Watch:
             return f"no rank told anything for {self._timeout:g} s", stacks
         ended = say_ranks(sorted(self._finished))
         return f"{say_ranks([rank.number for rank in running])} went on when {ended} had ended", stacks
+
+
+def _say_where(record: Record) -> str:
+    return f" at {place(record['where'])}" if record["where"] else ""
 
 
 def _has_failed(record: Record) -> bool:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..recorder import Record
-from .facts import Facts, Finding, agree, all_equal, in_function_of, places
-from .source import rank_condition
+from .facts import Facts, Finding, agree, all_equal, in_function_of, name_some, places
+from .source import rank_condition, setting_lines
 
 _SOME_STEPS = 3  # after which a parameter without a gradient gets none
 _ROUNDING = 1e-4  # relative difference of gradients that sums in another order may have
@@ -66,12 +66,16 @@ def find(facts: Facts) -> Iterator[Finding]:
     steps = facts.steps
     optimizers = list(_optimizers(facts, steps))
     unaveraged = [_find_unaveraged(facts, optimizer) for optimizer in optimizers]
-    without = [_find_without(facts, optimizer) for optimizer in optimizers]
     different = _find_different_start(facts, optimizers)
     if different is None and not any(unaveraged):
         different = _find_states(facts, steps) or _find_drift(facts, optimizers)
-    yield from filter(None, [*unaveraged, *without, different, _find_buffers(facts, steps)])
+    yield from filter(None, [*unaveraged, different, _find_buffers(facts, steps)])
     yield from _find_divisors(facts, steps)
+
+
+def find_without(facts: Facts) -> Iterator[Finding]:
+    """Find trainable parameters that never get a gradient."""
+    yield from filter(None, [_find_without(facts, optimizer) for optimizer in _optimizers(facts, facts.steps)])
 
 
 def _optimizers(facts: Facts, steps: list[list[Record]]) -> Iterator[_Optimizer]:
@@ -111,12 +115,6 @@ def _difference(gradients: Sequence[Any]) -> float:
     return largest
 
 
-def _name_some(names: Sequence[str]) -> str:
-    if len(names) == 1:
-        return f"`{names[0]}`"
-    return f"`{names[0]}` and {len(names) - 1} more"
-
-
 def _find_unaveraged(facts: Facts, optimizer: _Optimizer) -> Finding | None:
     """Find the first step of an optimiser at which gradients differ."""
     for records in optimizer.steps:
@@ -125,41 +123,32 @@ def _find_unaveraged(facts: Facts, optimizer: _Optimizer) -> Finding | None:
         names = [name for name in found if name not in optimizer.by_hand]
         if not names or optimizer.is_averaged(number):
             continue
-        lines, fix = _cause(records[0], optimizer, names)
-        why = f"each rank trains them on its own samples; what is saved has seen 1/{facts.world_size} of the samples"
+        rule, lines = _cause(records[0], optimizer, names)
         difference = max(found[name] for name in names)
         who = facts.who
-        evidence = f"{_name_some(names)}: at optimizer step {number} the gradients of {who} differ by {difference:.0%}"
-        return facts.finding("gradients-not-averaged", evidence, why, fix, *lines)
+        evidence = f"{name_some(names)}: at optimizer step {number} the gradients of {who} differ by {difference:.0%}"
+        return facts.finding(rule, evidence, *lines)
     return None
 
 
-def _cause(step: Record, optimizer: _Optimizer, names: list[str]) -> tuple[list[Sequence[Any] | None], str]:
-    """Find the lines that keep the gradients of some parameters from being averaged, and the remedy."""
+def _cause(step: Record, optimizer: _Optimizer, names: list[str]) -> tuple[str, list[Sequence[Any] | None]]:
+    """Find the rule by which the gradients of some parameters are not averaged, and the lines."""
     first = optimizer.parameters[names[0]]
     at_step, made = step["where"], first["made"]
     wrapped = next((cause for cause in step["causes"] if cause["made"] == first["ddp"]), None)
     if wrapped is None:
-        if len(names) < len(optimizer.parameters):
-            fix = "make them parameters of the module that DDP wraps, and use them in its `forward`"
-        else:
-            fix = "wrap the model, `model = DistributedDataParallel(model)`, or average its gradients before the step"
-        return [at_step, optimizer.made, made], fix
+        is_part = len(names) < len(optimizer.parameters)
+        return "outside-of-ddp" if is_part else "without-ddp", [at_step, optimizer.made, made]
     if not first["managed"]:
-        fix = "add and unfreeze parameters before the model is wrapped, or wrap it anew: `DistributedDataParallel(net)`"
-        return [in_function_of(made, wrapped["made"]), made, wrapped["made"]], fix
+        return "added-after-ddp", [in_function_of(made, wrapped["made"]), made, wrapped["made"]]
     if wrapped["bypassed"]:
-        fix = "call the wrapped model, `model(x)`, not `model.module(x)` nor a method of it"
-        return [wrapped["bypassed"], wrapped["taken_out"]], fix
+        return "past-ddp", [wrapped["bypassed"], wrapped["taken_out"]]
     if wrapped["unsynced"]:
-        fix = "run the last micro-batch before `optimizer.step()` outside of `no_sync()`, its forward as well"
-        return [wrapped["unsynced"], at_step], fix
-    fix = "call `model(x)` of the wrapped model once for each `backward()`, and leave its gradients alone"
-    return [at_step, wrapped["made"], wrapped["taken_out"]], fix
+        return "last-unsynced", [wrapped["unsynced"], at_step]
+    return "changed-after-ddp", [at_step, wrapped["made"], wrapped["taken_out"]]
 
 
 def _find_without(facts: Facts, optimizer: _Optimizer) -> Finding | None:
-    """Find trainable parameters that never get a gradient."""
     if len(optimizer.steps) < _SOME_STEPS:
         return None
     steps = [record["without"] for records in optimizer.steps for record in records]
@@ -170,17 +159,10 @@ def _find_without(facts: Facts, optimizer: _Optimizer) -> Finding | None:
     names = lost or [name for name in names if optimizer.parameters[name]["ddp"] not in skipping]
     if not names:
         return None
-    severity = "suspicious"
-    why = "the optimizer has them, and no loss depends on them: they never change"
-    fix = "use what they compute in the loss; if they are not to be trained, `requires_grad_(False)`"
-    if lost:
-        severity = "wrong"
-        why = "what they compute goes into a collective, whose results carry no gradient: they never change"
-        fix = "gather with gradients: `features = ddpkit.gather_batch(features)`"
-    evidence = f"{_name_some(names)}: no gradient at any of {len(optimizer.steps)} optimizer steps, on {facts.who}"
+    evidence = f"{name_some(names)}: no gradient at any of {len(optimizer.steps)} optimizer steps, on {facts.who}"
     made = optimizer.parameters[names[0]]["made"]
     lines = [last["without"][names[0]], in_function_of(made, optimizer.made), made, optimizer.made]
-    return facts.finding("no-gradients", evidence, why, fix, *lines, severity=severity)
+    return facts.finding("gathered-without" if lost else "no-loss", evidence, *lines)
 
 
 # Find replicas that differ at the first step, or later although gradients were equal.
@@ -201,11 +183,11 @@ def _find_different_start(facts: Facts, optimizers: list[_Optimizer]) -> Finding
 
 
 def _started_different(facts: Facts, names: list[str], made: list[Any], optimizer: list[Any]) -> Finding:
-    evidence = f"{_name_some(names)}: at the first optimizer step {facts.who} hold different values"
-    why = "equal gradients keep replicas apart that begin apart: there is no one model, and rank 0's is saved"
-    fix = "send out rank 0's: `for t in model.state_dict().values(): dist.broadcast(t, src=0)`"
-    lines = [in_function_of(made, optimizer), made, optimizer]
-    return facts.finding("replicas-differ-at-start", evidence, why, fix, *lines)
+    loaded = [set(places(*(record["where"][:1] for record in told))) for told in facts.of("loaded").values()]
+    alone = [line for line in loaded[0] if not all(line in lines for lines in loaded)]
+    evidence = f"{name_some(names)}: at the first optimizer step {facts.who} hold different values"
+    lines = [*filter(None, map(rank_condition, alone)), alone, in_function_of(made, optimizer), made, optimizer]
+    return facts.finding("replicas-differ-at-start", evidence, *lines)
 
 
 def _find_states(facts: Facts, rows: list[list[Record]]) -> Finding | None:
@@ -214,7 +196,7 @@ def _find_states(facts: Facts, rows: list[list[Record]]) -> Finding | None:
         number = records[0]["number"]
         rates = [record["rates"] for record in records]
         if not all_equal(rates):
-            found = " and ".join(str(rate[0]) for rate in rates)
+            found = " and ".join(f"{rate[0]:.4g}" for rate in rates)
             evidence = f"at optimizer step {number} the learning rates of {facts.who} are {found}"
         elif number == 1 and not agree(records, "state"):
             evidence = f"at the first step the optimizer states of {facts.who} differ"
@@ -222,9 +204,8 @@ def _find_states(facts: Facts, rows: list[list[Record]]) -> Finding | None:
             continue
         loaded: list[Any] = next((record["loaded"] for record in records if record["loaded"]), [])
         condition = next(filter(None, map(rank_condition, places(loaded))), None)
-        why = "equal gradients become different updates, and the replicas drift apart"
-        fix = "load the optimizer's state, or set its learning rate, on every rank"
-        return facts.finding("replicas-drift", evidence, why, fix, condition, loaded, records[0]["where"])
+        by_hand = setting_lines(places(records[0]["where"]), "lr") if number > 1 else []
+        return facts.finding("states-differ", evidence, condition, loaded, by_hand, records[0]["where"])
     return None
 
 
@@ -237,10 +218,8 @@ def _find_drift(facts: Facts, optimizers: list[_Optimizer]) -> Finding | None:
             if not names or optimizer.is_averaged(number):
                 continue
             seen = f"equal at first, different on {facts.who} before step {number}"
-            evidence = f"{_name_some(names)}: {seen}"
-            why = "something changes the weights by a number that each rank has for itself; gradients were equal"
-            fix = "reduce that number over ranks first: `dist.all_reduce(x, op=dist.ReduceOp.MAX)`"
-            return facts.finding("replicas-drift", evidence, why, fix, optimizer.steps[0][0]["where"])
+            evidence = f"{name_some(names)}: {seen}"
+            return facts.finding("weights-drift", evidence, optimizer.steps[0][0]["where"])
     return None
 
 
@@ -256,10 +235,10 @@ def _find_buffers(facts: Facts, rows: list[list[Record]]) -> Finding | None:
             differing = [n for n in hashes[0] if not all_equal([h.get(n) for h in hashes])]
             differing = [n for n in differing if f"{name}.{n}" not in by_hand]
             if differing:
-                evidence = f"buffer {_name_some(differing)}: different on {facts.who} at step {number}"
-                why = "the ranks evaluate different networks, and the one that is saved is rank 0's"
-                fix = "leave `broadcast_buffers=True`, use SyncBatchNorm, or call `ddpkit.sync_buffers(model)`"
-                return facts.finding("replicas-drift", evidence, why, fix, entry["ddp"] or records[0]["where"])
+                evidence = f"buffer {name_some(differing)}: different on {facts.who} at step {number}"
+                severity = "wrong" if entry["trained"] else "suspicious"
+                lines = entry["ddp"] or records[0]["where"]
+                return facts.finding("buffers-differ", evidence, lines, severity=severity)
     return None
 
 
@@ -333,13 +312,8 @@ def _find_uneven(facts: Facts, rows: list[list[Record]]) -> Finding | None:
                 step = records[0]
                 many = f"{min(counts)} to {max(counts)}"
                 evidence = f"at optimizer step {step['number']} means over {many} samples or tokens count as equals"
-                why = (
-                    "a sample in a small batch counts more than one in a large; the gradient is not that of their mean"
-                )
-                fix = "divide the sum by the count of all: "
-                fix += "`n = ddpkit.all_reduce(n); (loss_sum * world_size / n).backward()`"
                 lines = [step["backward"], [line] if line else []]
-                return facts.finding("wrong-divisor", evidence, why, fix, *lines)
+                return facts.finding("means-uneven", evidence, *lines)
     return None
 
 
@@ -367,10 +341,8 @@ def _find_divided_twice(facts: Facts, rows: list[list[Record]]) -> Finding | Non
     if not shares or len(rows) < 2:
         return None
     evidence = f"the losses of {facts.who} enter their mean with weights {shares}, which add up to 1"
-    why = f"DDP averages over ranks, so the gradient is 1/{facts.world_size} of that of the mean"
-    fix = "multiply by the number of ranks: `loss = loss_sum / total * dist.get_world_size()`"
     lines = [step["backward"], step["losses"][0]["where"][:1]]
-    return facts.finding("wrong-divisor", evidence, why, fix, *lines)
+    return facts.finding("divided-by-all", evidence, *lines)
 
 
 def _find_sums(facts: Facts, rows: list[list[Record]]) -> Finding | None:
@@ -384,9 +356,7 @@ def _find_sums(facts: Facts, rows: list[list[Record]]) -> Finding | None:
             continue
         number = records[0]["number"]
         evidence = f"at optimizer step {number} the gradients are the sum of those of {facts.who}"
-        why = f"a step is {facts.world_size} times as long, and grows with the number of ranks"
-        fix = "divide after the sum: `grad /= dist.get_world_size()`"
-        return facts.finding("wrong-divisor", evidence, why, fix, summed["where"], severity=_severity(records[0]))
+        return facts.finding("summed-gradients", evidence, summed["where"], severity=_severity(records[0]))
     return None
 
 
@@ -420,6 +390,8 @@ def _is_mean_of_means(facts: Facts, records: list[Record]) -> bool:
     if not all(any(not float(value).is_integer() for value in values) for values in columns):  # counts
         return False
     shares = [record["samples"] for record in records]
+    if any(record.get("averages") for record in records):  # gradients, between backward and the step
+        return False
     return min(shares) > 0 and not all_equal(shares) and not _carries_counts(facts, first, shares)
 
 
@@ -439,10 +411,10 @@ def _mean_of_means(facts: Facts, records: list[Record]) -> Finding:
     first = records[0]
     before = facts.records[facts.ranks[0]]
     before = before[: before.index(first)]
-    evaluated: list[Any] = next((record["where"] for record in reversed(before) if record["kind"] == "epoch"), [])
+    epoch: Record = next((record for record in reversed(before) if record["kind"] == "epoch"), {})
+    is_evaluation = bool(epoch) and epoch["loader"] not in facts.training
+    severity = "wrong" if is_evaluation else "suspicious"
     shares = " and ".join(str(record["samples"]) for record in records)
     evidence = f"means over {shares} samples, of {facts.who}, are averaged as equals"
-    why = "the result is not the mean over the samples, and changes with the number of ranks"
-    fix = "add up sums and counts, and divide then: `ddpkit.all_reduce_mean(mean, weight=count)`"
-    where = in_function_of(first["where"], evaluated)
-    return facts.finding("mean-of-means", evidence, why, fix, where, first["where"])
+    where = in_function_of(first["where"], epoch["where"]) if is_evaluation else None
+    return facts.finding("mean-of-means", evidence, where, first["where"], severity=severity)

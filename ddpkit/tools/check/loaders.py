@@ -16,7 +16,7 @@ from torch.utils.data._utils import fetch
 
 from ...collectives.digest import digest
 from ...data.streams import Stream
-from ..recorder import Function, Recorder, after, content, guarded, replace
+from ..recorder import Function, Recorder, after, before, content, guarded, replace
 from .modules import Modules
 from .random_numbers import GENERATORS, Draws, Windows
 from .source import Place, Stack, awaits_stop_iteration, definition, is_bounded, is_own_object, stack
@@ -38,13 +38,14 @@ class Ending:
         control: A descriptor that becomes readable when the process shall end.
 
     Attributes:
+        steps: Optimiser steps of an epoch.
         has_loader: Whether the script trains from a loader, which can be cut short.
         accumulates: Whether there was a backward pass since the last step.
     """
 
     def __init__(self, recorder: Recorder, steps: int, control: int) -> None:
         self._recorder = recorder
-        self._steps = steps
+        self.steps = steps
         self._control = control
         self._begun_at = 0
         self._epochs = 0
@@ -60,17 +61,17 @@ class Ending:
 
     def cut_epoch(self) -> bool:
         """Return whether a loader shall end its epoch here, for which the script must be prepared."""
-        if self.accumulates or self._recorder.step - self._begun_at < self._steps:
+        if self.accumulates or self._recorder.step - self._begun_at < self.steps:
             return False
         self._is_uncut = not awaits_stop_iteration()
         return not self._is_uncut
 
     def before_step(self, steps: int) -> None:
         """End this process if its optimiser has made enough steps."""
-        allowed = self._steps
+        allowed = self.steps
         if self.has_loader:  # one that fetches ahead yields one batch more after it was cut
             allowed += 1
-        is_long = steps >= _LONGEST * self._steps
+        is_long = steps >= _LONGEST * self.steps
         if not self._is_uncut:
             is_long = is_long or steps - self._begun_at >= allowed
         if is_long or self._epochs > _EPOCHS:
@@ -113,6 +114,7 @@ class Samples:
         self._loaders: WeakKeyDictionary[Any, _Loader] = WeakKeyDictionary()
         self._all: list[_Loader] = []  # nobody keeps a loader that is made in the head of a loop
         self._iterators: WeakKeyDictionary[Any, _Loader] = WeakKeyDictionary()
+        self._watched: set[type] = set()  # classes of samplers
         self._fetches = 0
 
     def install(self) -> None:
@@ -190,6 +192,7 @@ class Samples:
 
     def _describe(self, loader: Any, known: _Loader, iterator: Any) -> dict[str, Any]:
         sampler = _sampler_of(loader)
+        self._watch_epochs(type(sampler))
         is_known = type(sampler).__hash__ is not None and hasattr(sampler, "__weakref__")
         return {
             "loader": known.key,
@@ -199,6 +202,7 @@ class Samples:
             "sampler": type(sampler).__name__,
             "lines": _own_lines(loader, sampler),
             "iterable": isinstance(loader.dataset, IterableDataset),
+            "split": self._made.get(loader.dataset, []) if isinstance(loader.dataset, Subset) else [],
             "sampler_made": self._made.get(sampler, []) if is_known else [],
             "has_epoch": hasattr(sampler, "set_epoch"),
             "bounded": is_bounded(),
@@ -207,6 +211,16 @@ class Samples:
             "drop_last": bool(loader.drop_last) or bool(getattr(sampler, "drop_last", False)),
             "workers": loader.num_workers,
         }
+
+    def _watch_epochs(self, kind: Any) -> None:
+        """Note from which line, and to which number, the epoch of samplers of a class is set."""
+
+        def look(sampler: Any, epoch: Any, *args: Any) -> None:
+            self._recorder.tell("set epoch", sampler=kind.__name__, epoch=repr(epoch), where=stack())
+
+        if kind not in self._watched and hasattr(kind, "set_epoch"):
+            self._watched.add(kind)
+            before(kind, "set_epoch", look)
 
     def _next(self, original: Function) -> Function:
         pause, note = guarded(self._windows.pause), guarded(self._note_batch)
@@ -224,6 +238,7 @@ class Samples:
                 batch = original(iterator)
             except StopIteration:
                 known.fetched = False
+                self._modules.feeding = ""
                 told = {"loader": known.key, "number": known.epoch, "batches": known.batches}
                 self._recorder.tell("epoch end", cut=was_cut, **told)
                 raise
@@ -237,6 +252,7 @@ class Samples:
         if not known.fetched:
             known.fetched = True
             known.calls_before = self._calls()
+        self._modules.feeding = known.key
         known.batches += 1
         if known.batches <= _BATCHES:
             told = {"loader": known.key, "number": known.epoch, "batch": known.batches}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 
 from ..recorder import Function, Recorder, after, before, content, guarded, size_of
@@ -16,6 +19,7 @@ from .source import Stack, is_own_object, own_frames, place_of, stack
 
 _MANY_CALLS = 16  # calls of networks that are kept for a step
 _DEEPEST = 8  # lines
+_TRAIN = nn.Module.train
 
 
 class Wrapped:
@@ -67,6 +71,10 @@ class Modules:
         wrapped: The instances of DDP, by their identity.
         calls: The calls of networks with gradients since the last step.
         samples: How many networks were given since the last step, without gradients.
+        networks: The networks that were called with gradients since the last step, and their modes.
+        is_evaluating: Whether a network runs that is in evaluation mode.
+        feeding: The key of the loader that has yielded last, "" between epochs.
+        switched: Where the script has called `train()` and `eval()` last.
         on_call: Called before a network is called with gradients.
     """
 
@@ -75,9 +83,15 @@ class Modules:
         self.wrapped: dict[int, Wrapped] = {}
         self.calls: list[dict[str, Any]] = []
         self.samples = 0
+        self.networks: list[tuple[nn.Module, str]] = []
+        self.is_evaluating = False
+        self.feeding = ""
+        self.switched: dict[str, Stack] = {"train": [], "eval": []}
+        self._noted: set[tuple[Any, ...]] = set()
         self.on_call: Function = lambda: None
         self._parameters: dict[int, tuple[Any, Stack]] = {}
         self._called: set[int] = set()  # identities of networks, not of their parts
+        self._modes: dict[int, set[bool]] = {}  # in which modules were called, by identity: training or not
         self._depth = 0
         self._in_ddp = 0
 
@@ -87,6 +101,8 @@ class Modules:
         hooks.register_module_buffer_registration_hook(guarded(self._registered))
         hooks.register_module_forward_pre_hook(guarded(self._entered))
         hooks.register_module_forward_hook(guarded(self._left), always_call=True)
+        before(nn.Module, "train", self._switch)
+        before(nn.Module, "load_state_dict", lambda *args, **kwargs: self._recorder.tell("loaded", where=stack()))
         after(nn.Parameter, "__deepcopy__", self._copied)
         after(Tensor, "__deepcopy__", self._copied)
         after(DistributedDataParallel, "__init__", self._made)
@@ -117,9 +133,18 @@ class Modules:
         called = [root for _, root in roots() if id(root) in self._called]
         return any(network is module for root in called for module in root.modules())
 
+    def used_buffers(self, network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers by which a network has computed; in training, batch norm computes without its own."""
+        for prefix, module in network.named_modules(remove_duplicate=False):
+            modes = self._modes.get(id(module), set())
+            is_used = False in modes if isinstance(module, _NormBase) else bool(modes)
+            if is_used:
+                yield from module.named_buffers(prefix, recurse=False)
+
     def begin_step(self) -> None:
         """Forget what belongs to the step that has ended."""
         self.calls = []
+        self.networks = []
         self.samples = 0
         for wrapped in self.wrapped.values():
             wrapped.bypassed = []
@@ -156,6 +181,7 @@ class Modules:
 
     def _entered(self, module: nn.Module, args: Any) -> None:
         self._depth += 1
+        self._modes.setdefault(id(module), set()).add(module.training)
         wrapped = self.wrapped.get(id(module))
         if wrapped:
             self._in_ddp += 1
@@ -187,14 +213,40 @@ class Modules:
                 frames = [f for f in own_frames() if id(f.f_locals.get("self")) not in wrapped.inside]
                 wrapped.bypassed = [place_of(frame) for frame in frames][:_DEEPEST]
 
+    def _switch(self, module: nn.Module, mode: bool = True) -> None:
+        if sys._getframe(3).f_code is not _TRAIN.__code__:  # which calls itself for the parts of a module
+            self.switched["train" if mode else "eval"] = stack()
+
     def _note_call(self, module: nn.Module, args: Any) -> None:
         self._called.add(id(module))
+        self.is_evaluating = not module.training
         if isinstance(module, nn.modules.loss._Loss):
             return
+        mode = mode_of(module)
+        where = stack()[:3]
+        if mode and self.feeding and (self.feeding, mode, *where) not in self._noted:
+            self._noted.add((self.feeding, mode, *where))
+            self._recorder.tell("call", loader=self.feeding, mode=mode, where=where)
         if not torch.is_grad_enabled():
             self.samples += size_of(args)
         elif len(self.calls) < _MANY_CALLS:
-            self.calls.append({"where": stack()[:3], "input": content(args)})
+            self.calls.append({"where": where, "input": content(args)})
+            self.networks.append((module, mode))
+
+
+def mode_of(network: nn.Module) -> str:
+    """Return the mode of a network's dropout and batch norm, "mixed" if a part was frozen, "" if it has none."""
+    modes = set()
+    for module in network.modules():
+        is_dropout = isinstance(module, _DropoutNd) and module.p > 0
+        if is_dropout or (isinstance(module, _NormBase) and module.track_running_stats):
+            modes.add(module.training)
+    network = next(network.children(), network) if isinstance(network, DistributedDataParallel) else network
+    if not modes:
+        return ""
+    if modes != {network.training}:
+        return "mixed"
+    return "train" if network.training else "eval"
 
 
 def _made_at() -> Stack:

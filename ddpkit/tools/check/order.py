@@ -21,6 +21,7 @@ def find(facts: Facts) -> Iterator[Finding]:
         found.append(_explain(facts, facts.parted))
     yield from filter(None, found)
     yield from _find_same_files(facts)
+    yield from _find_own_values(facts)
 
 
 def _find_skipping(facts: Facts) -> Finding | None:
@@ -33,9 +34,7 @@ def _find_skipping(facts: Facts) -> Finding | None:
         if lines and not agree(records, "position"):
             batches = " and ".join(str(record["position"][-1][2]) for record in records if record["position"])
             evidence = f"at optimizer step {records[0]['number']}, {facts.who} are at batches {batches} of an epoch"
-            why = "gradients of different steps are averaged, and at the end somebody waits in vain"
-            fix = "let all ranks skip together: `skip = ddpkit.stop_together(skip)`"
-            return facts.finding("one-rank-decides", evidence, why, fix, lines)
+            return facts.finding("batches-skipped", evidence, lines)
     return None
 
 
@@ -54,10 +53,8 @@ def _find_uneven_epochs(facts: Facts) -> Finding | None:
             epoch = next(record for record in facts.first("epoch") if record["loader"] == loader)
             numbers = " and ".join(map(str, batches))
             evidence = f"{facts.who} have {numbers} batches in an epoch"
-            why = "the ranks that have more wait for ever, or meet the others in their next epoch: a hang to come"
-            fix = "give all ranks as many: `DistributedSampler(dataset)`, or train in `with Join([model]):`"
             lines = [epoch["lines"], epoch["sampler_made"], epoch["made"], epoch["where"]]
-            return facts.finding("batches-differ", evidence, why, fix, *lines)
+            return facts.finding("batches-differ", evidence, *lines)
     return None
 
 
@@ -76,9 +73,7 @@ def _find_plateau(facts: Facts) -> Finding | None:
             continue
         values = " and ".join(f"{record['value']:.4g}" for record in records)
         evidence = f"{facts.who} tell the schedule {values}"
-        why = "sooner or later the ranks lower their learning rates at different times, and the replicas drift apart"
-        fix = "average the metric over ranks before: `schedule.step(ddpkit.all_reduce_mean(loss, weight=count))`"
-        return facts.finding("one-rank-decides", evidence, why, fix, records[0]["where"])
+        return facts.finding("plateau-differs", evidence, records[0]["where"])
     return None
 
 
@@ -92,9 +87,7 @@ def _explain(facts: Facts, parting: Parting) -> Finding:
     guarded = [line for line in lines if rank_condition(line)][:1]
     if not guarded and (left := _explain_by_loop(facts, parting, evidence, lines)):
         return left
-    why = "each waits for the other, or they mix what does not belong together"
-    fix = "let all ranks call the same collectives in the same order: none under `if rank == 0:`"
-    return facts.finding("collective-order", evidence, why, fix, guarded, lines, ranks=sorted(parting.ranks))
+    return facts.finding("collective-order", evidence, guarded, lines, ranks=sorted(parting.ranks))
 
 
 def _say(rank: int, record: Record | None, ends: str = "") -> str:
@@ -115,17 +108,11 @@ def _explain_by_loop(facts: Facts, parting: Parting, evidence: str, lines: list[
                     continue
                 condition = leaving_condition(loop)
                 if condition is not None:
-                    why = "one rank leaves the loop by something that it knows alone, and others wait for it"
-                    fix = "let all ranks leave together: `if ddpkit.stop_together(stop): break`"
                     where = line._replace(line=condition)
-                    return facts.finding("one-rank-decides", evidence, why, fix, where, lines)
+                    return facts.finding("loop-left", evidence, where, lines)
                 if left is not None and isinstance(loop, ast.For):
-                    why = (
-                        "the loop has more rounds on one rank than on another, which waits for it or meets it elsewhere"
-                    )
-                    fix = "give all ranks as many rounds, or train in `with Join([model]):`"
                     where = line._replace(line=loop.lineno)
-                    return facts.finding("batches-differ", evidence, why, fix, where, lines)
+                    return facts.finding("rounds-differ", evidence, where, lines)
     return None
 
 
@@ -144,6 +131,19 @@ def _is_left(loop: Loop, line: Place, left: Record | None, ends: str) -> bool:
     return is_there and not _are_inside(loop, line, stack)
 
 
+def _find_own_values(facts: Facts) -> Iterator[Finding]:
+    """Find values that one rank alone saves, and that differed between ranks from the first step on."""
+    writers = [rank for rank, records in facts.of("file").items() if records]
+    if len(writers) == 1:
+        saved = {hashed: record["where"] for record in facts.all("file") for hashed in record["hashes"]}
+        for (name,), records in facts.rows("value", "name"):
+            where = saved.get(records[facts.ranks.index(writers[0])]["hash"])
+            if where and not agree(records, "hash"):
+                evidence = f"`{name}` differs between {facts.who}, and rank {writers[0]} saves its own"
+                yield facts.finding("own-values-saved", evidence, where)
+                return
+
+
 def _find_same_files(facts: Facts) -> Iterator[Finding]:
     """Find files that several ranks save."""
     by_line: dict[Place | None, Finding] = {}
@@ -152,8 +152,6 @@ def _find_same_files(facts: Facts) -> Iterator[Finding]:
         ranks = [rank for rank, records in saved.items() if records]
         if len(ranks) > 1:
             evidence = f"{say_ranks(ranks)} write {os.path.basename(path)}"
-            why = "the ranks overwrite each other: the file is the last one's, or a mixture"
-            fix = "let one rank write, `if rank == 0:`, or put the rank into the name"
-            found = facts.finding("same-file", evidence, why, fix, saved[ranks[0]][0]["where"], ranks=ranks)
+            found = facts.finding("same-file", evidence, saved[ranks[0]][0]["where"], ranks=ranks)
             by_line.setdefault(found.where, found)
     yield from by_line.values()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..recorder import Recorder, before
+from ..recorder import Function, Recorder, before, guarded, replace
 from .source import Place, is_own, own_frames, place_of, stack
 
 State = dict[str, tuple[int, int]]  # hash and position of each generator
@@ -24,6 +24,10 @@ _SEEDING = (
     (torch, "manual_seed", "torch"),
     (np.random, "seed", "numpy"),
     (random, "seed", "random"),
+    (torch, "set_rng_state", "torch"),
+    (torch.random, "set_rng_state", "torch"),
+    (np.random, "set_state", "numpy"),
+    (random, "setstate", "random"),
     (random, "shuffle", "shuffle"),
     (np.random, "shuffle", "shuffle"),
     (np.random, "permutation", "shuffle"),
@@ -93,6 +97,11 @@ class Draws:
             self._place = self._place or place_of(frame)
         sys.settrace(self._look)
 
+    @property
+    def watches(self) -> bool:
+        """Return whether it looks now."""
+        return bool(self._begun)
+
     def end(self) -> None:
         """Look no more."""
         if self._is_tracing:
@@ -135,6 +144,27 @@ class Windows:
         """Note where generators are seeded, and where lists are shuffled."""
         for module, name, kind in _SEEDING:
             before(module, name, self._note(kind))
+        for name in ("randn", "rand", "normal", "bernoulli"):
+            replace(torch, name, self._own)
+
+    def _own(self, original: Function) -> Function:
+        note = guarded(self._draws_from)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("generator") is None:
+                return original(*args, **kwargs)
+            state = _state_of(kwargs["generator"])[0]
+            result = original(*args, **kwargs)
+            note(state, result)
+            return result
+
+        return call
+
+    def _draws_from(self, state: int, result: torch.Tensor) -> None:
+        """Note what is drawn from a generator that was given, in a step."""
+        if self._draws.watches and len(self._draws.drawn) < _MANY:
+            self._draws.lines += stack()[:1]
+            self._draws.drawn.append({"generator": "a generator", "state": state, "words": result.numel()})
 
     def _note(self, kind: str) -> Any:
         def look(*args: Any, **kwargs: Any) -> None:

@@ -12,7 +12,6 @@ from .facts import Facts, Finding, agree, all_equal
 from .source import Place, is_shared_out
 
 _COMPARED = 3  # batches or steps that must be equal on all ranks, if there are as many
-_WORK_OF_ONE = "all ranks do the work of one: the gradient is that of one rank's samples"
 _FEW = 8  # words: a choice that all ranks are to make alike takes as many
 
 
@@ -64,15 +63,15 @@ def _find_same(facts: Facts, records: list[Record], contents: list[list[int]]) -
     seeds = _seeded(facts, "random", "numpy", "torch")
     if epoch["lines"]:
         lines = [epoch["lines"], *lines, *seeds]
-        fix = "let each rank take its share, `[rank::world_size]`, or draw with a seed of its own, `seed + rank`"
+        rule = "same-by-sampler"
     elif not epoch["iterable"] and not agree(records, "plan"):  # then the dataset draws the samples
         lines = [*seeds, *lines]
-        fix = "give each rank a seed of its own: `seed + rank`"
+        rule = "same-by-seed"
     else:
         lines = [epoch["made"], *lines]
-        fix = "`DataLoader(dataset, sampler=DistributedSampler(dataset))`"
+        rule = "same-by-loader"
     evidence = f"the first {equal} batches are the same on {facts.who}"
-    return facts.finding("same-samples", evidence, _WORK_OF_ONE, fix, *lines)
+    return facts.finding(rule, evidence, *lines)
 
 
 def _find_equal_inputs(facts: Facts) -> Iterator[Finding]:
@@ -85,8 +84,7 @@ def _find_equal_inputs(facts: Facts) -> Iterator[Finding]:
     if rows:
         lines = [rows[0][0]["calls"][0]["where"], *_seeded(facts, "torch", "numpy", "random")]
         evidence = f"at each of {len(rows)} steps the inputs are the same on {facts.who}"
-        fix = "draw the samples of each rank with a seed of its own, or let each take its share: `[rank::world_size]`"
-        yield facts.finding("same-samples", evidence, _WORK_OF_ONE, fix, *lines)
+        yield facts.finding("same-inputs", evidence, *lines)
 
 
 def _find_repeated_batches(facts: Facts, epoch: Record, contents: list[int]) -> Finding | None:
@@ -95,9 +93,7 @@ def _find_repeated_batches(facts: Facts, epoch: Record, contents: list[int]) -> 
     if not repeated or epoch["workers"] < 2:
         return None
     evidence = f"{repeated} of the first {len(contents)} batches of rank 0 came before in the same epoch"
-    why = f"each of the {epoch['workers']} workers reads all samples of its rank, so an epoch has them several times"
-    fix = "share the samples out among workers, too: `get_worker_info().id` and `.num_workers`"
-    return _about_sampler("samples-repeated", facts, epoch, evidence, why, fix)
+    return _about_sampler("read-by-each-worker", facts, epoch, evidence)
 
 
 # Compare the samples that a sampler deals with those that there are.
@@ -105,20 +101,22 @@ def _find_repeated_batches(facts: Facts, epoch: Record, contents: list[int]) -> 
 
 def _examine_plans(facts: Facts, records: list[Record], trains: bool) -> Finding | None:
     epoch = records[0]
-    if any(record["replaces"] for record in records):
-        return None
+    plans = [record["plan"] for record in records]
+    if any(record["replaces"] for record in records) or any(len(set(plan)) < len(plan) for plan in plans):
+        return None  # a sample comes again on one rank: they are drawn with replacement
     if not agree(records, "dataset"):
         return _differently_ordered(facts, epoch) if trains and agree(records, "contents") else None
-    plans = [record["plan"] for record in records]
-    expected: set[int] = set()
+    parts: list[set[int]] = []
     for record in records:
-        expected |= set(range(record["total"]) if record["expected"] is None else record["expected"])
+        parts.append(set(range(record["total"]) if record["expected"] is None else record["expected"]))
+    expected = set.union(*parts)
     total = len(expected)
+    if not all_equal(parts) and parts[0].intersection(*parts):
+        return _differently_split(facts, records, parts) if trains else None
     if all(len(plan) >= total for plan in plans):
         evidence = f"each of {facts.who} goes through all {total} samples in an epoch"
-        why = f"an epoch is {facts.world_size} epochs, of which the ranks know nothing: schedules and logs are wrong"
-        fix = "`DataLoader(dataset, sampler=DistributedSampler(dataset))`"
-        return _about_sampler("samples-repeated", facts, epoch, evidence, why, fix) if trains else None
+        found = _about_sampler("all-samples-on-each", facts, epoch, evidence)
+        return found if trains else None
     dealt = {index for plan in plans for index in plan}
     missing = len(expected - dealt)
     extra = sum(map(len, plans)) - len(dealt)
@@ -126,32 +124,26 @@ def _examine_plans(facts: Facts, records: list[Record], trains: bool) -> Finding
     padding = max(-total % facts.world_size, -total % batch)
     if extra <= padding:
         may_drop = batch - 1 if trains or epoch["drop_last"] else 0
-        if missing > may_drop or _never_come(facts, epoch, missing):
-            return _missing(facts, epoch, f"{missing} of {total}")
-        return None
-    if not trains or not missing or _come_in_runs(plans):
+        return _missing(facts, epoch, expected, may_drop)
+    is_partition = abs(sum(map(len, plans)) - total) < batch + facts.world_size
+    if not trains or not missing or not is_partition or _come_in_runs(plans):
         return None
     evidence = f"of {total} samples, {missing} come on no rank and {extra} come again, in one epoch"
-    why = "the ranks take their shares of orders that differ, so the shares overlap"
-    fix = "give all ranks one seed, `DistributedSampler(dataset, seed=0)`, and one epoch, `sampler.set_epoch(epoch)`"
-    return _about_sampler("shuffle-differs", facts, epoch, evidence, why, fix)
+    return _about_sampler("shuffle-differs", facts, epoch, evidence)
 
 
-def _never_come(facts: Facts, epoch: Record, missing: int) -> bool:
-    """Return whether a shuffled order leaves out the same samples in each epoch."""
+def _missing(facts: Facts, epoch: Record, expected: set[int], may_drop: int) -> Finding | None:
+    """Find samples that no rank gets in any epoch that was seen, where each deals the same ones."""
     rows = [records for (loader, _), records in facts.rows("epoch", "loader", "number") if loader == epoch["loader"]]
+    dealt = [{index for record in records for index in record["plan"] or ()} for records in rows]
+    missing = len(expected - dealt[0])
     is_shuffled = any(records[0]["plan"] != epoch["plan"] for records in rows)
-    return (
-        missing > 1 and is_shuffled and all_equal([{i for r in records for i in r["plan"] or ()} for records in rows])
-    )
-
-
-def _missing(facts: Facts, epoch: Record, missing: str) -> Finding | None:
-    if "Subset" in epoch["sampler"]:  # others are meant to be left out
+    is_part = not all_equal(dealt) and epoch["sampler"] != "DistributedSampler"
+    is_meant = "Subset" in epoch["sampler"] or is_part or (missing < 2 and is_shuffled)
+    if is_meant or (missing <= may_drop and not is_shuffled):
         return None
-    why = "the model never sees them, or they are in no metric"
-    fix = "deal all samples, once: `DistributedSampler(dataset)`"
-    return _about_sampler("samples-missing", facts, epoch, f"{missing} samples come on no rank", why, fix)
+    evidence = f"{missing} of {len(expected)} samples come on no rank"
+    return _about_sampler("samples-missing", facts, epoch, evidence)
 
 
 def _come_in_runs(plans: list[list[int]]) -> bool:
@@ -163,16 +155,30 @@ def _come_in_runs(plans: list[list[int]]) -> bool:
     return runs <= len(set(order)) + len(plans)
 
 
-def _about_sampler(kind: str, facts: Facts, epoch: Record, evidence: str, why: str, fix: str, *lines: Any) -> Finding:
+def _about_sampler(rule: str, facts: Facts, epoch: Record, evidence: str, *lines: Any) -> Finding:
     """Make a finding about a sampler: where it is defined if it is the script's, else where it was made."""
-    return facts.finding(kind, evidence, why, fix, *lines, epoch["lines"], epoch["sampler_made"], epoch["made"])
+    return facts.finding(rule, evidence, *lines, epoch["lines"], epoch["sampler_made"], epoch["made"])
 
 
 def _differently_ordered(facts: Facts, epoch: Record) -> Finding:
     evidence = f"{facts.who} hold the same samples in different orders, and deal positions in them"
-    why = "a position is another sample on each rank: some samples come twice, others never"
-    fix = "leave the list in one order, or shuffle it with a seed that all ranks have: `random.Random(0).shuffle(x)`"
-    return _about_sampler("shuffle-differs", facts, epoch, evidence, why, fix, *_seeded(facts, "shuffle"))
+    return _about_sampler("order-differs", facts, epoch, evidence, *_seeded(facts, "shuffle"))
+
+
+def _differently_split(facts: Facts, records: list[Record], parts: list[set[int]]) -> Finding:
+    """Explain parts of one dataset that overlap, and look for samples of a validation that another rank trains on."""
+    others = len(parts[0] - parts[0].intersection(*parts))
+    evidence = (
+        f"{facts.who} hold different parts of the samples: {others} of the {len(parts[0])} of rank 0 are not in all"
+    )
+    trained = set.union(*parts)
+    for _, rows in facts.rows("epoch", "loader", "number"):
+        held = set(rows[0]["expected"] or ())
+        if rows[0]["loader"] not in facts.training and rows[0]["dataset"] == records[0]["dataset"] and held & trained:
+            evidence += f"; {len(held & trained)} of the {len(held)} that rank 0 validates on are trained on elsewhere"
+            break
+    epoch = records[0]
+    return facts.finding("split-differs", evidence, epoch["split"], *_seeded(facts, "torch"), epoch["made"])
 
 
 def _find_same_orders(facts: Facts, training: set[str]) -> Iterator[Finding]:
@@ -185,10 +191,14 @@ def _find_same_orders(facts: Facts, training: set[str]) -> Iterator[Finding]:
         if len(records) < 2 or not agree(records, "plan"):
             continue
         seen = f"{len(records)} epochs have the same order of the {len(plan)} samples of rank 0"
-        evidence = f"{seen}: `set_epoch` is not called"
-        why = "the same samples meet in the same batches, on the same rank, for ever"
-        fix = "call `sampler.set_epoch(epoch)` at the head of each epoch"
-        yield facts.finding("epoch-not-set", evidence, why, fix, first["where"], first["sampler_made"], first["made"])
+        calls = [record for record in facts.first("set epoch") if record["sampler"] == first["sampler"]]
+        rule, how, lines = "epoch-not-set", "is not called", first["where"]
+        if calls and agree(calls, "epoch"):
+            rule, how, lines = "epoch-constant", f"gets {calls[0]['epoch']} each time", calls[0]["where"]
+        elif calls:
+            rule, how, lines = "epoch-unused", "is called, and the order does not depend on it", first["lines"]
+        evidence = f"{seen}: `set_epoch` {how}"
+        yield facts.finding(rule, evidence, lines, first["where"], first["sampler_made"], first["made"])
 
 
 def _epochs_of_lines(facts: Facts, training: set[str]) -> list[list[Record]]:
@@ -212,7 +222,9 @@ def _epochs_of_lines(facts: Facts, training: set[str]) -> list[list[Record]]:
 
 def _seeded(facts: Facts, *kinds: str) -> list[list[Any]]:
     """List where the script has last seeded each of some generators."""
-    lines = {record["generator"]: record["where"] for record in facts.first("seeded")}
+    seeded = facts.first("seeded")
+    early = [record for record in seeded if not record["step"]]
+    lines = {record["generator"]: record["where"] for record in early or seeded}
     return [lines[kind] for kind in kinds if kind in lines]
 
 
@@ -238,14 +250,11 @@ def _find_same_noise(facts: Facts) -> Iterator[Finding]:
     if lines and not own_lines:
         return
     evidence = f"at each of {len(drawn)} steps {facts.who} draw from equal states of {', '.join(kinds)}"
-    yield _same_numbers(facts, evidence, own_lines, *_seeded(facts, *kinds))
+    yield _same_numbers(facts, evidence, *_seeded(facts, *kinds), own_lines)
 
 
 def _same_numbers(facts: Facts, evidence: str, *lines: Any) -> Finding:
-    why = "noise, dropout masks or augmentations are those of one rank, used several times: less variety"
-    fix = "after the model is made, seed each rank on its own, `torch.manual_seed(seed + rank)`"
-    fix += ", and what workers draw from by `torch.initial_seed() % 2**32`, in `worker_init_fn`"
-    return facts.finding("same-random-numbers", evidence, why, fix, *lines)
+    return facts.finding("same-random-numbers", evidence, *lines)
 
 
 def _equal_states(drawn: list[list[Record]], least: int) -> list[str]:

@@ -6,6 +6,7 @@ import ast
 import os
 import sys
 import sysconfig
+import traceback
 from collections.abc import Iterator
 from functools import cache
 from inspect import CO_GENERATOR
@@ -85,6 +86,13 @@ def place_of(frame: FrameType) -> Place:
 def stack() -> Stack:
     """List the script's lines that led to this call, the nearest first."""
     return [place_of(frame) for frame in islice(own_frames(sys._getframe(1)), _DEEPEST)]
+
+
+def raised_at(error: BaseException | None) -> Stack:
+    """List the script's lines that led to an error, the nearest first."""
+    frames = traceback.walk_tb(error.__traceback__ if error else None)
+    lines = [Place(os.path.abspath(f.f_code.co_filename), number, f.f_code.co_name) for f, number in frames]
+    return [line for line in reversed(lines) if is_own(line.file)]
 
 
 def definition(function: Any) -> list[Place]:
@@ -225,6 +233,17 @@ def skipping_lines(stack: Stack) -> list[Place]:
     return []
 
 
+def setting_lines(stack: Stack, key: str) -> Stack:
+    """List the lines of the files of a stack that assign to a key of a dict."""
+    found = []
+    for file in dict.fromkeys(place.file for place in stack):
+        for node in ast.walk(_syntax_of(file)):
+            keys = [t.slice for t in getattr(node, "targets", []) if isinstance(t, ast.Subscript)]
+            if any(isinstance(k, ast.Constant) and k.value == key for k in keys):
+                found.append(Place(file, node.lineno, ""))  # type: ignore[attr-defined]
+    return found
+
+
 # Look for divisions by the number of ranks.
 
 
@@ -259,9 +278,25 @@ def _divides_by_ranks(code: CodeType) -> bool:
             divisor = node.value
         elif isinstance(node, ast.Call) and _called(node) in ("div", "div_") and node.args:
             divisor = node.args[0]
-        if divisor is not None and _names_ranks(divisor):
+        if divisor is None:
+            continue
+        names = {ast.unparse(part) for part in ast.walk(divisor) if isinstance(part, ast.Name | ast.Attribute)}
+        if _names_ranks(divisor) or names & _numbers_of_ranks(code.co_filename):
             return True
     return False
+
+
+@cache
+def _numbers_of_ranks(file: str) -> set[str]:
+    """Name what a file assigns the result of a call for the number of ranks, such as `get_world_size()`."""
+    found = set()
+    for node in ast.walk(_syntax_of(file)):
+        if isinstance(node, ast.Assign):
+            pairs = [(node.targets[0], node.value)]
+            if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = list(zip(node.targets[0].elts, node.value.elts, strict=False))
+            found |= {ast.unparse(name) for name, value in pairs if isinstance(value, ast.Call) and _names_ranks(value)}
+    return found
 
 
 def _names_ranks(divisor: ast.AST) -> bool:

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -22,6 +24,7 @@ from ..recorder import (
     parameters_of,
     replace,
     sample,
+    small_hashes,
     whole,
 )
 from .collectives import Collectives
@@ -29,20 +32,14 @@ from .loaders import Ending, Samples
 from .modules import Modules, roots, variables
 from .random_numbers import Windows
 from .source import Stack, divides_by_ranks, stack
+from .training_loop import TrainingLoop
 
-_LOSSES = (
-    "cross_entropy",
-    "nll_loss",
-    "mse_loss",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-)
+_ELEMENTWISE = ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"]
+_LOSSES = [*_ELEMENTWISE, "cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"]
+_APPLIED = {"cross_entropy": "Softmax", "binary_cross_entropy_with_logits": "Sigmoid"}
+_SHAPES = ("_DDPSink", "ToCopy", "Squeeze", "Unsqueeze", "View", "UnsafeView", "Transpose", "Permute", "Alias")
 _MANY_LOSSES = 64  # losses that are kept for a step
 _IMAGES = 4  # dimensions of classes by pixel, of which each rank ignores a few: their means count as equals everywhere
-_LOOKED_AT = 6  # steps of an optimiser at which running statistics are compared
 _FIRST_STEPS = 3  # at which states are compared: what differs differs by then
 
 
@@ -112,6 +109,7 @@ class Losses:
         ignores = not target.is_floating_point() and count < target.numel() and input.ndim < _IMAGES
         loss: dict[str, Any] = {"where": stack()[:3], "count": count, "total": 0.0}
         loss |= {"summed": reduction != "mean", "masked": reduction != "mean" or ignores}
+        loss |= {"activated": _activation(name, input), "broadcast": _broadcast(name, input, target)}
         self._found.append(loss)
 
         def arrived(gradient: Tensor) -> None:
@@ -124,6 +122,26 @@ class Losses:
             loss["backward"] = self._backwards
 
         result.register_hook(guarded(arrived))  # type: ignore[no-untyped-call]
+
+
+def _activation(name: str, logits: Tensor) -> str:
+    """Name the function that has computed what a loss takes for logits, "" if it is no activation."""
+    activation = _APPLIED.get(name)
+    node, output = logits.grad_fn, logits.output_nr
+    while activation and node is not None:
+        if node.name().startswith(activation):
+            return activation.lower()
+        is_shape = node.name().startswith(_SHAPES)
+        node, output = node.next_functions[output if "DDP" in node.name() else 0] if is_shape else (None, 0)
+    return ""
+
+
+def _broadcast(name: str, input: Tensor, target: Tensor) -> str:
+    """Write the shapes of tensors if a loss compares more pairs than either has elements, else ""."""
+    if name not in _ELEMENTWISE or input.shape == target.shape:
+        return ""
+    pairs = torch.broadcast_tensors(input, target)[0].numel()  # type: ignore[no-untyped-call]
+    return f"{list(input.shape)} and {list(target.shape)}" if pairs > max(input.numel(), target.numel()) else ""
 
 
 def observe_plateaus(recorder: Recorder) -> None:
@@ -158,6 +176,7 @@ class Steps:
     windows: Windows
     collectives: Collectives
     samples: Samples
+    loop: TrainingLoop
     _made: WeakKeyDictionary[Optimizer, Stack] = field(default_factory=WeakKeyDictionary)
     _seen: WeakKeyDictionary[Optimizer, _Seen] = field(default_factory=WeakKeyDictionary)
     _depth: int = 0
@@ -212,6 +231,8 @@ class Steps:
         for name, plain in zip(seen.names, whole_ones, strict=True):
             if plain is not None:
                 self.collectives.trained[plain.data_ptr()] = (seen.number, name)
+        if self.recorder.step == 1:
+            self._tell_values()
         gradients = [_whole_gradient(p) for p in parameters]
         summed = self._summed(gradients)
         self.recorder.tell(
@@ -234,6 +255,11 @@ class Steps:
             divides=self.losses.divides or divides_by_ranks(4) or bool(summed and summed["divides"]),
             summed=summed,
             class_name=type(optimizer).__name__,
+            joined=dist.is_initialized(),
+            modes=self.loop.modes(optimizer),
+            switched=self.modules.switched,
+            outside=self.loop.outside(optimizer),
+            **self.loop.take(optimizer),
             random=self.windows.close(),
             loaded=self._loaded,
         )
@@ -252,6 +278,13 @@ class Steps:
         square = sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in present)
         ratio = (sum(entry["square"] for entry in sums) / square) ** 0.5 if square else 0.0
         return sums[0] | {"ratio": ratio}
+
+    def _tell_values(self) -> None:
+        """Tell hashes of the small tensors that variables hold at the first step."""
+        for name, value in list(variables()):
+            if isinstance(value, Tensor | np.ndarray) and not isinstance(value, nn.Parameter):
+                for hashed in small_hashes(value):
+                    self.recorder.tell("value", name=name, hash=hashed)
 
     def _introduce(self, seen: _Seen) -> None:
         """Tell the names of an optimiser's parameters, and where they come from."""
@@ -293,8 +326,10 @@ class Steps:
     def _hash_buffers(self) -> dict[str, dict[str, Any]]:
         """Hash the running statistics of networks, and tell if DDP sends them out."""
         found: dict[str, dict[str, Any]] = {}
-        for name, root in roots() if self.recorder.step <= _LOOKED_AT else ():
-            buffers = {n: b for n, b in root.named_buffers() if b.is_floating_point() and whole(b) is not None}
+        trained = {id(p) for optimizer in list(self._made) for p in parameters_of(optimizer)}
+        for name, root in roots() if self.recorder.step <= self.ending.steps + 1 else ():
+            used = self.modules.used_buffers(root)
+            buffers = {n: b for n, b in used if b.is_floating_point() and whole(b) is not None}
             for buffer_name, buffer in buffers.items():
                 self.collectives.trained[buffer.data_ptr()] = (-1, f"{name}.{buffer_name}")
             if buffers:
@@ -302,6 +337,7 @@ class Steps:
                 sent = bool(around and around[0].module.broadcast_buffers)
                 made = around[0].made if around else []
                 found[name] = {"hashes": {n: hash_of(b) for n, b in buffers.items()}, "sent": sent, "ddp": made}
+                found[name]["trained"] = any(id(p) in trained for p in root.parameters())
         return found
 
 

@@ -45,6 +45,10 @@ def main(args):
             steps += 1
             if steps % args.local_steps == 0:
                 meet(model)
+        model.eval()
+        with torch.no_grad():
+            model(windows)
+        model.train()
     meet(model)
     dist.destroy_process_group()
 

@@ -1,0 +1,296 @@
+"""Observe the training loop of one process, and find its mistakes: gradients, modes, losses and parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+
+from ..recorder import Record, Recorder, after, before, parameters_of
+from .facts import Facts, Finding, name_some, place
+from .modules import Modules
+from .source import Place, Stack, stack
+
+_MANY = 64  # events that are kept between two steps of an optimizer
+_SEVERAL = 3  # steps or calls, all of which must show a mistake
+_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout")
+_EXACT = 1e-3  # relative difference of numbers that are meant to be equal
+
+
+class TrainingLoop:
+    """Observes what happens to gradients from the moment of `install`.
+
+    Attributes:
+        optimizers: What happened to the gradients of each since its last step: kind, line, and for a backward pass
+            whether there were gradients already.
+    """
+
+    def __init__(self, recorder: Recorder, modules: Modules) -> None:
+        self._recorder = recorder
+        self._modules = modules
+        self._unscaled: set[int] | None = None  # optimizers since gradients were scaled, None if they are not
+        self._scale = 1.0
+        self._told: set[tuple[Any, ...]] = set()
+        self.optimizers: WeakKeyDictionary[Optimizer, list[tuple[str, Stack, bool]]] = WeakKeyDictionary()
+
+    def install(self) -> None:
+        """Begin."""
+        after(Optimizer, "__init__", self._made)
+        before(Optimizer, "zero_grad", lambda optimizer, *args, **kwargs: self._zero([optimizer]))
+        before(nn.Module, "zero_grad", self._zero_module)
+        for name in ("backward", "grad"):
+            before(torch.autograd, name, self._backward)
+        for owner in (nn.utils, nn.utils.clip_grad):
+            before(owner, "clip_grad_norm_", self._clip)
+            before(owner, "clip_grad_value_", self._clip)
+        before(torch.amp.GradScaler, "scale", self._scaled)
+        before(torch.amp.GradScaler, "unscale_", self._unscale)
+        before(torch.amp.GradScaler, "update", self._updated)
+        before(nn.Module, "__setattr__", self._set)
+        for name in _DROPOUTS:
+            before(functional, name, self._drop)
+
+    def take(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return what happened to an optimizer's gradients before this step, and by which factor they are scaled."""
+        events = self.optimizers.get(optimizer, [])
+        self.optimizers[optimizer] = []
+        return {"events": events, "scale": self._scale}
+
+    def outside(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Describe the parameters of an optimizer's networks that have a gradient and are in no optimizer."""
+        own = set(map(id, parameters_of(optimizer)))
+        known = {id(p) for other in list(self.optimizers) for p in parameters_of(other)} | own
+        found = {}
+        for network, _ in self._modules.networks:
+            parameters = dict(network.named_parameters())
+            if own.isdisjoint(map(id, parameters.values())):
+                continue
+            for name, parameter in parameters.items():
+                if parameter.requires_grad and id(parameter) not in known and _has_gradient([parameter]):
+                    found[name.removeprefix("module.")] = self._modules.made(parameter)
+        return found
+
+    def modes(self, optimizer: Optimizer) -> list[str]:
+        """List the modes in which an optimizer's networks have computed gradients since the last step."""
+        own = set(map(id, parameters_of(optimizer)))
+        networks = self._modules.networks
+        return sorted({mode for network, mode in networks if mode and own & set(map(id, network.parameters()))})
+
+    def _made(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        self.optimizers.setdefault(optimizer, [])
+
+    def _note(self, kind: str, optimizer: Optimizer) -> None:
+        events = self.optimizers.setdefault(optimizer, [])
+        has_gradient = _has_gradient(parameters_of(optimizer))
+        if len(events) < _MANY and (has_gradient or kind == "backward"):
+            events.append((kind, stack()[:2], has_gradient))
+
+    def _backward(self, *args: Any, **kwargs: Any) -> None:
+        for optimizer in list(self.optimizers):
+            self._note("backward", optimizer)
+
+    def _zero(self, optimizers: list[Optimizer]) -> None:
+        for optimizer in optimizers:
+            self._note("zeroed", optimizer)
+
+    def _zero_module(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        inside = set(map(id, module.parameters()))
+        self._zero([o for o in list(self.optimizers) if inside.issuperset(map(id, parameters_of(o)))])
+
+    def _clip(self, parameters: Any, bound: float, *args: Any, **kwargs: Any) -> None:
+        clipped = set(map(id, [parameters] if isinstance(parameters, Tensor) else list(parameters)))
+        owners = [o for o in list(self.optimizers) if not clipped.isdisjoint(map(id, parameters_of(o)))]
+        if owners and math.isfinite(bound) and self._recorder.step < _MANY:
+            kinds = [[kind for kind, *_ in self.optimizers[owner]][-1:] for owner in owners]
+            is_scaled = self._unscaled is not None and self._unscaled.isdisjoint(map(id, owners))
+            is_empty = all(kind != ["backward"] for kind in kinds)
+            self._recorder.tell("clip", where=stack()[:2], scaled=is_scaled, empty=is_empty)
+
+    def _scaled(self, scaler: Any, *args: Any) -> None:
+        if scaler.is_enabled():
+            self._scale = scaler.get_scale()
+            self._unscaled = set() if self._scale != 1.0 and self._unscaled is None else self._unscaled
+
+    def _unscale(self, scaler: Any, optimizer: Optimizer) -> None:
+        if self._unscaled is not None:
+            self._unscaled.add(id(optimizer))
+
+    def _updated(self, *args: Any) -> None:
+        self._unscaled = None
+
+    def _set(self, module: nn.Module, name: str, value: Any) -> None:
+        if name == "requires_grad" and not hasattr(type(module), name):
+            self._tell_once("requires_grad", type=type(module).__name__, value=bool(value))
+
+    def _drop(self, input: Tensor, *args: Any, **kwargs: Any) -> None:
+        if self._modules.is_evaluating and len(args) < 2 and "training" not in kwargs:
+            self._tell_once("dropout")
+
+    def _tell_once(self, kind: str, **fields: Any) -> None:
+        where = stack()
+        if where and (kind, where[0]) not in self._told:
+            self._told.add((kind, where[0]))
+            self._recorder.tell(kind, where=where, **fields)
+
+
+def _has_gradient(parameters: list[Tensor]) -> bool:
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return any(gradient.is_sparse or bool(gradient.any()) for gradient in gradients)
+
+
+# The rules: each looks at the first rank's records, and yields the name of a mistake, what it has seen, and the lines.
+
+_Found = Iterator[tuple[str, str, list[Any]]]
+
+
+def _optimizers(facts: Facts) -> Iterator[list[Record]]:
+    """Yield the steps of each optimizer that has made several."""
+    for optimizer in facts.first("optimizer"):
+        steps = [r for r in facts.first("step") if r["optimizer"] == optimizer["optimizer"]]
+        if len(steps) >= _SEVERAL and optimizer["parameters"]:
+            yield steps
+
+
+def _by_line(records: list[Record]) -> list[list[Record]]:
+    """Put together the records of each line, of several."""
+    found: dict[Place | None, list[Record]] = {}
+    for record in records:
+        found.setdefault(place(record["where"]), []).append(record)
+    return [group for line, group in found.items() if line]
+
+
+def _clips(facts: Facts) -> _Found:
+    for clips in _by_line(facts.first("clip")):
+        where = [clips[0]["where"]]
+        if all(clip["scaled"] for clip in clips):
+            yield "clips-scaled", f"{len(clips)} times gradients were clipped that the scaler had multiplied", where
+        if len(clips) >= _SEVERAL and all(clip["empty"] for clip in clips):
+            yield (
+                "clips-nothing",
+                f"each of {len(clips)} times there was no backward pass between step and clipping",
+                where,
+            )
+
+
+def _zeroing(facts: Facts) -> _Found:
+    for steps in _optimizers(facts):
+        events = [step["events"] for step in steps]
+        thrown = [lines for lines in map(_thrown_away, events) if lines]
+        if len(thrown) >= _SEVERAL and 2 * len(thrown) >= len(steps):
+            seen = f"in {len(thrown)} of {len(steps)} steps gradients of an earlier micro-batch were thrown away"
+            yield "discards-micro-batches", seen, thrown[0]
+        if all(len(each) > 1 and each[-1][0] == "zeroed" for each in events):
+            seen = f"before each of {len(steps)} steps the gradients were set to zero"
+            yield "zeroed-before-step", seen, [events[0][-1][1], steps[0]["where"]]
+        if all(each and all(kind == "backward" and stale for kind, _, stale in each) for each in events[1:]):
+            seen = f"at each of {len(steps) - 1} steps the gradients of the step before were still there"
+            yield "never-zeroed", seen, [events[1][-1][1], steps[0]["where"]]
+
+
+def _thrown_away(events: list[Any]) -> list[Any]:
+    """List the lines that set gradients to zero between backward passes of one line, the last one's."""
+    passes = [number for number, event in enumerate(events) if event[0] == "backward"]
+    same = [number for number in passes if events[number][1] == events[passes[-1]][1]]
+    return [line for kind, line, _ in events[same[0] : same[-1]] if kind == "zeroed"] if same else []
+
+
+def _divided_twice(facts: Facts) -> _Found:
+    for steps in _optimizers(facts):
+        totals = [_totals(step) for step in steps]
+        many = max(map(len, totals))
+        full = [weights for weights in totals if len(weights) == many]
+        share = 1.0 / max(many, 1) ** 2
+        if many > 1 and len(full) > 1 and all(abs(w - share) <= _EXACT * share for ws in full for w in ws):
+            seen = f"each of {many} micro-batches of a step counts 1/{many**2}, and all of them 1/{many}"
+            yield "divided-twice", seen, [steps[0]["backward"], steps[0]["losses"][0]["where"]]
+
+
+def _totals(step: Record) -> list[float]:
+    """List the weight of each micro-batch of a step."""
+    found: dict[int, float] = {}
+    for loss in step["losses"]:
+        found[loss["backward"]] = found.get(loss["backward"], 0.0) + loss["total"] / step["scale"]
+    return list(found.values())
+
+
+def _evaluation_mode(facts: Facts) -> _Found:
+    for steps in _optimizers(facts):
+        modes = [step["modes"] for step in steps if step["modes"]]
+        others = [number for number, mode in enumerate(modes) if mode != ["eval"]]
+        left = len(modes) - 1 - others[-1] if others else len(modes)
+        if left >= _SEVERAL:
+            seen = f"at the last {left} of {len(modes)} steps the network is in evaluation mode"
+            rule = "evaluation-left-on" if others else "always-evaluation"
+            yield rule, seen, [*steps[-1]["switched"].values(), steps[-1]["where"]]
+
+
+def _training_mode(facts: Facts) -> _Found:
+    calls = [record for record in facts.first("call") if record["loader"] not in facts.training]
+    for loader in dict.fromkeys(record["loader"] for record in calls):
+        own = [record for record in calls if record["loader"] == loader]
+        if all(record["mode"] == "train" for record in own):
+            seen = "batches of a loader that does not train go through dropout or batch norm in training mode"
+            yield "training-mode", seen, [own[0]["where"]]
+
+
+def _dropout(facts: Facts) -> _Found:
+    for record in facts.first("dropout"):
+        yield "dropout-without-mode", "a network in evaluation mode calls it without `training=`", [record["where"]]
+
+
+def _losses(facts: Facts) -> _Found:
+    losses = [loss for step in facts.first("step") for loss in step["losses"]]
+    for found in _by_line(losses):
+        if all(loss["activated"] for loss in found):
+            seen = f"the loss gets the result of {found[0]['activated']}, and applies it again"
+            yield "activated-twice", seen, [found[0]["where"]]
+        if all(loss["broadcast"] for loss in found):
+            yield "shapes-broadcast", f"input and target have the shapes {found[0]['broadcast']}", [found[0]["where"]]
+
+
+def _outside(facts: Facts) -> _Found:
+    for steps in _optimizers(facts):
+        first = steps[0]
+        names = [name for name in first["outside"] if all(name in step["outside"] for step in steps)]
+        lost = [name for name in first["without"] if all(name in step["without"] for step in steps)]
+        if names:
+            made = next(o["made"] for o in facts.first("optimizer") if o["optimizer"] == first["optimizer"])
+            seen = f"{name_some(names)}: a gradient at each step, in no optimizer"
+            rule = "replaced-after-optimizer" if lost else "not-in-optimizer"
+            yield rule, seen, [first["outside"][names[0]], made]
+
+
+def _requires_grad(facts: Facts) -> _Found:
+    for record in facts.first("requires_grad"):
+        seen = f"`requires_grad = {record['value']}` is set on a {record['type']}, not on its parameters"
+        yield "requires-grad", seen, [record["where"]]
+
+
+_RULES = (
+    _clips,
+    _zeroing,
+    _divided_twice,
+    _evaluation_mode,
+    _training_mode,
+    _dropout,
+    _losses,
+    _outside,
+    _requires_grad,
+)
+
+
+def find(facts: Facts) -> Iterator[Finding]:
+    """Apply each rule; a line has one mistake of a kind."""
+    told: set[tuple[str, Place | None]] = set()
+    for look in _RULES:
+        for rule, evidence, lines in look(facts):
+            found = facts.finding(rule, evidence, *lines)
+            if (found.kind, found.where) not in told:
+                told.add((found.kind, found.where))
+                yield found
