@@ -160,7 +160,7 @@ class Crops:
     """Random crops of `num_frame` frames, augmented; the samples of an epoch cover the frames about once.
 
     What a sample is depends on (seed, epoch, index) alone, so any number of ranks and workers draws the same. It
-    holds, by part, bytes of shape (num_frame, channels, height, width): "H" of `gt_size` pixels a side, "L" of as many
+    holds, by part, bytes of shape (frames, channels, height, width): "H" of `gt_size` pixels a side, "L" of as many
     by the scale, "S" of half of it.
     """
 
@@ -169,6 +169,11 @@ class Crops:
         self.frames, self.size = data["num_frame"], data["gt_size"]
         self.flip, self.rotate = data["use_hflip"], data["use_rot"]
         self.intervals, self.reverse = data["interval_list"], data["random_reverse"]
+        self.order = [*range(self.frames)]
+        if data["mirror_sequence"]:
+            self.order += self.order[::-1]
+        elif data["pad_sequence"]:
+            self.order += self.order[-1:]
         self.scales = {"H": 1, "L": scale, "S": 2}
         self.step = math.lcm(2, scale)  # crops begin at whole pixels of all parts
         self.places: list[tuple[Clip, int]] = []  # a clip and a first frame
@@ -201,7 +206,7 @@ class Crops:
             scale = self.scales[part]
             y, x, size = top // scale, left // scale, self.size // scale
             crop = np.stack([_cut(clip.frame(part, number), part, y, x, size) for number in numbers])
-            crop = reverse(crop, part) if backwards else crop
+            crop = (reverse(crop, part) if backwards else crop)[self.order]
             crop = crop[..., ::-1] if flip else crop
             crop = crop[..., ::-1, :] if mirror else crop
             sample[part] = np.ascontiguousarray(crop.swapaxes(-1, -2) if turn else crop)

@@ -15,7 +15,10 @@ import ddpkit
 from deblurring.clips import SPIKES, WINDOW
 from deblurring.options import has_spikes
 
-KAIRS = {"vrt": "models.network_vrt:VRT"}  # where KAIR's option files find what they name
+KAIRS = {
+    "vrt": "models.network_vrt:VRT",
+    "rvrt": "models.network_rvrt:RVRT",
+}  # where KAIR's option files find what they name
 SLOPE = 0.1  # of the leaky ReLU
 STEP = 0.03  # what is left to correct is about this large; at full scale Adam's first steps would throw the network off
 

@@ -40,11 +40,16 @@ def is_tile(value: Any) -> bool:
 
 
 def is_network(value: Any) -> bool:
-    return re.fullmatch(r"tiny_clip|vrt|[\w.]+:\w+", str(value)) is not None
+    return re.fullmatch(r"tiny_clip|r?vrt|[\w.]+:\w+", str(value)) is not None
 
 
 def are_milestones(value: Any) -> bool:
     return many(count()).fits(value) and value == sorted(set(value))
+
+
+def data_type(*names: str) -> Setting:
+    reason = "noise is not added and frames are not interpolated here: write noisy frames to dataroot_lq"
+    return Setting(f"{', '.join(names[:-1])} or {names[-1]} ({reason})", lambda value: value in names)
 
 
 def missing(reason: str) -> Setting:
@@ -61,8 +66,8 @@ _dataset = {
 }
 _train_dataset = {
     "cache_data": flag(True),
-    "dataset_type": choice("VideoRecurrentTrainDataset", "TrainDatasetRGBSpike", default=REQUIRED),
-    "num_frame": count(),
+    "dataset_type": data_type("VideoRecurrentTrainDataset", "VideoRecurrentTrainVimeoDataset", "TrainDatasetRGBSpike"),
+    "num_frame": Setting("a whole number of at least 1 (7 for Vimeo-90K)", count().fits),
     "gt_size": Setting("an even number of at least 8", lambda value: value in range(8, 2**16, 2)),
     "use_hflip": flag(),
     "use_rot": flag(),
@@ -75,12 +80,14 @@ _train_dataset = {
     "dataloader_prefetch_factor": or_null(count()),
     "interval_list": many(count(), [1], empty=False),
     "random_reverse": flag(),
+    "pad_sequence": flag(),  # the last frame comes twice
+    "mirror_sequence": flag(),  # the frames come once more, in the other direction
     "val_partition": or_null(choice("", "REDS4", "official")),
     "test_mode": missing("it would train on the clips of val_partition"),
 }
 _test_dataset = {
     "cache_data": flag(),
-    "dataset_type": choice("VideoRecurrentTestDataset", "TestDatasetRGBSpike", default=REQUIRED),
+    "dataset_type": data_type("VideoRecurrentTestDataset", "TestDatasetRGBSpike"),
 }
 _train = {
     "total_iter": count(),
@@ -101,7 +108,7 @@ _train = {
     "G_scheduler_periods": or_null(count()),
     "G_scheduler_restart_weights": count(1),
     "G_scheduler_eta_min": number(0.0),
-    "fix_iter": count(0, low=0),
+    "fix_iter": count(0, low=-1),  # KAIR's -1 is 0, too
     "fix_keys": many(text(), []),
     "fix_lr_mul": number(1.0),
     "G_regularizer_orthstep": missing("weights are not regularised here"),
@@ -145,7 +152,7 @@ _SECTIONS = {
     "path.": {"root": text("experiments"), "pretrained_netG": or_null(text()), "pretrained_netE": or_null(text())},
     "datasets.train.": _dataset | _train_dataset,
     "datasets.test.": _dataset | _test_dataset,
-    "netG.": {"net_type": Setting("tiny_clip, vrt or package.module:Class", is_network)},
+    "netG.": {"net_type": Setting("tiny_clip, vrt, rvrt or package.module:Class", is_network)},
     "train.": _train,
     "val.": _val,
     "logging.": _logging,
@@ -156,7 +163,8 @@ _tiny_clip = {"netG.embed_dim": count(32), "netG.depth": count(5)}
 _VRT_SIZES = """
     upscale img_size window_size depths indep_reconsts embed_dims num_heads mul_attn_ratio spynet_path pa_frames
     deformable_groups nonblind_denoising use_checkpoint_attn use_checkpoint_ffn no_checkpoint_attn_blocks
-    no_checkpoint_ffn_blocks optical_flow in_chans out_chans recal_all_flows
+    no_checkpoint_ffn_blocks optical_flow in_chans out_chans recal_all_flows clip_size num_blocks inputconv_groups
+    attention_heads attention_window cpu_cache_length
 """
 _FILES = "io_backend filename_tmpl filename_ext"
 _FOUND = "folders, .lmdb folders and the names of frames are seen by what they are"
@@ -165,6 +173,8 @@ ABSENT = (
     | absent("datasets.train.", _FILES, _FOUND)
     | absent("datasets.test.", _FILES, _FOUND)
     | absent("datasets.test.", "num_frame", "whole clips are tested", -1)
+    | absent("datasets.train.", "sigma_min sigma_max temporal_scale color_jitter", "of data sets that are not read")
+    | absent("datasets.test.", "sigma temporal_scale pad_sequence", "of data sets that are not read")
     | absent("netG.", "init_type init_bn_type init_gain", "the network's own initialisation is used", "default")
     | absent("train.", "E_bn", "the average has the buffers of G")
 )
@@ -230,8 +240,11 @@ def _about_data(opt: Options) -> Iterator[str]:
         if 0 < len(absent) < len(roots):
             yield f"datasets.{split} lacks {' and '.join(absent)}: name {', '.join(roots)}, or none of them"
     scale = opt["scale"]
-    if scale > 1 and (has_spikes(opt) or opt["netG"]["net_type"] == "tiny_clip"):
+    only_plain = has_spikes(opt) or opt["netG"]["net_type"] == "tiny_clip"
+    if scale > 1 and only_plain:
         yield f"scale must be 1, not {scale}, with tiny_clip and with spikes: these have half the sharp frames' height"
+    if only_plain and (data["pad_sequence"] or data["mirror_sequence"]):
+        yield "datasets.train.pad_sequence and mirror_sequence must be false with tiny_clip and with spikes"
     if data["gt_size"] % scale:
         yield f"datasets.train.gt_size {data['gt_size']} must be a multiple of scale {scale}"
 
@@ -241,7 +254,7 @@ def _about_training(train: Options) -> Iterator[str]:
         yield "train.G_scheduler_type MultiStepLR needs train.G_scheduler_milestones"
     if train["G_scheduler_type"] == "CosineAnnealingWarmRestarts" and train["G_scheduler_periods"] is None:
         yield "train.G_scheduler_type CosineAnnealingWarmRestarts needs train.G_scheduler_periods"
-    if train["fix_iter"] and not train["fix_keys"]:
+    if train["fix_iter"] > 0 and not train["fix_keys"]:
         yield "train.fix_iter needs train.fix_keys: parts of the names of what to freeze until then"
 
 

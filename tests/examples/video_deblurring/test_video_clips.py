@@ -29,6 +29,7 @@ def section(root: Path, split: str = "train", **changes: Any) -> dict[str, Any]:
     roots = {f"dataroot_{key}": f"{root}/{split}_{part}" for key, part in video.PARTS.items()}
     settings = {"meta_info_file": None, "cache_data": True, "num_frame": 3, "gt_size": 16}
     settings |= {"interval_list": [1], "random_reverse": False, "val_partition": None}
+    settings |= {"pad_sequence": False, "mirror_sequence": False}
     return {**roots, **settings, "use_hflip": True, "use_rot": True, **changes}
 
 
@@ -285,6 +286,32 @@ def test_samples_may_skip_frames_and_go_backwards(tiny: Path) -> None:
         spikes = sample["S"][[first, first + 3], :, top // 2 : top // 2 + 8, left // 2 : left // 2 + 8]
         assert np.array_equal(two[index]["S"], spikes[::-1, ::-1] if backwards else spikes)
     assert directions == {False, True}
+
+
+@pytest.mark.parametrize("lmdb", [False, True])
+def test_clips_of_vimeo_are_padded_or_mirrored_in_time(tiny: Path, tmp_path: Path, lmdb: bool) -> None:
+    for part in ("GT", "GT_blurred"):
+        folder = tmp_path / f"train_{part}" / "00001/0007"
+        folder.mkdir(parents=True)
+        for number, file in enumerate(sorted((tiny / f"train_{part}/a").iterdir()), 1):
+            shutil.copy(file, folder / f"im{number}.png")
+        if lmdb:
+            pytest.importorskip("lmdb")
+            video.write_lmdb(tmp_path / f"train_{part}", tmp_path / f"train_{part}.lmdb")
+    (tmp_path / "list.txt").write_text("00001/0007 6 (32,48,3)\n")
+    data = section(tmp_path, dataroot_spike=None, meta_info_file=str(tmp_path / "list.txt"), num_frame=6)
+    data |= {key: f"{data[key]}.lmdb" for key in ("dataroot_gt", "dataroot_lq") if lmdb} | {"random_reverse": True}
+    clips = find_clips(data, 6)
+    assert [(clip.name, clip.names[-1]) for clip in clips] == [("00001/0007", "im6")]
+    plain, padded, mirrored = (
+        Crops(clips, data | changes, seed=0) for changes in ({}, {"pad_sequence": True}, {"mirror_sequence": True})
+    )
+    for index, sample in enumerate(plain):
+        for part in "HL":
+            frames = sample[part]
+            assert np.array_equal(padded[index][part], np.concatenate([frames, frames[-1:]]))
+            assert np.array_equal(mirrored[index][part], np.concatenate([frames, frames[::-1]]))
+    assert len({sample["L"].tobytes() for sample in plain}) > 1
 
 
 def _corner(crop: np.ndarray, frame: np.ndarray) -> tuple[int, int]:

@@ -85,7 +85,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ("task", "", "task must be a text"),
         ("scale", 2, "scale must be 1, not 2, with tiny_clip and with spikes"),
         ("scale", 5, "scale must be 1 or 2 or 3 or 4, not 5"),
-        ("netG__net_type", "VRT", 'netG.net_type must be tiny_clip, vrt or package.module:Class, not "VRT"'),
+        ("netG__net_type", "VRT", 'netG.net_type must be tiny_clip, vrt, rvrt or package.module:Class, not "VRT"'),
         ("netG__depht", 2, "netG.depht is unknown"),
         ("netG", 3, "netG must be a section"),
         (
@@ -162,6 +162,66 @@ def test_the_originals_options_are_taken_and_the_network_gets_its_own(caplog: py
     (line,) = caplog.messages
     assert "train.io_backend, datasets.train.filename_tmpl, datasets.test.io_backend (folders, .lmdb folders" in line
     assert complete(redacted(opt)) == opt
+
+
+VIMEO = {
+    "scale": 4,
+    "datasets__train__dataset_type": "VideoRecurrentTrainVimeoDataset",
+    "datasets__train__random_reverse": True,
+    "datasets__train__pad_sequence": True,
+}
+RVRT = {"netG": {"net_type": "rvrt", "clip_size": 2, "window_size": [2, 8, 8], "cpu_cache_length": 100}}
+MIRRORED = (
+    VIMEO | RVRT | {"datasets__train__mirror_sequence": True, "train__fix_iter": -1, "train__fix_keys": ["spynet"]}
+)
+NOISY = {
+    "datasets__train__dataset_type": "VideoRecurrentTrainNonblindDenoisingDataset",
+    "datasets__train__sigma_min": 0,
+    "datasets__train__sigma_max": 50,
+    "datasets__test__sigma": 30,
+}
+BETWEEN = {
+    "datasets__train__dataset_type": "VideoRecurrentTrainVimeoVFIDataset",
+    "datasets__train__temporal_scale": 2,
+    "datasets__train__color_jitter": True,
+    "datasets__test__pad_sequence": False,
+    "datasets__test__temporal_scale": 2,
+    "train__fix_iter": -1,
+}
+REDS = {"scale": 4, "datasets__train__val_partition": "REDS4", "val__num_frame_testing": 40}
+NO_NOISE = r"datasets.train.dataset_type must be .*noise is not added .*: write noisy frames to dataroot_lq\), not .*"
+FIFTEEN = {  # option files in KAIR's options/vrt and options/rvrt: what is special in each, and why it is refused
+    "vrt/001": (REDS, ""),
+    "vrt/002": (REDS, ""),
+    "vrt/003": (VIMEO, ""),
+    "vrt/004": (VIMEO, ""),
+    "vrt/005": ({}, ""),
+    "vrt/006": ({}, ""),
+    "vrt/007": ({"datasets__train__val_partition": "REDS4"}, ""),
+    "vrt/008": (NOISY, NO_NOISE),
+    "vrt/009": (BETWEEN, NO_NOISE),
+    "rvrt/001": (REDS | RVRT | {"val__num_frame_testing": 0}, ""),
+    "rvrt/002": (MIRRORED, ""),
+    "rvrt/003": (MIRRORED, ""),
+    "rvrt/004": (RVRT, ""),
+    "rvrt/005": (RVRT, ""),
+    "rvrt/006": (RVRT | NOISY, NO_NOISE),
+}
+
+
+@pytest.mark.parametrize(("changes", "refused"), FIFTEEN.values(), ids=FIFTEEN)
+def test_which_of_the_originals_option_files_are_read(changes: dict[str, Any], refused: str) -> None:
+    asked = KAIRS | changes
+    if refused:
+        with pytest.raises(UserError) as error:
+            checked(**asked)
+        assert re.fullmatch(refused, str(error.value))
+        return
+    opt = checked(**asked)
+    assert opt["netG"]["net_type"] == asked["netG"]["net_type"]
+    if "datasets__train__mirror_sequence" in changes:
+        with pytest.raises(UserError, match=r"train.num_frame must be .* at least 1 \(7 for Vimeo-90K\), not -1"):
+            checked(**asked, datasets__train__num_frame=-1)  # as the original has it, which finds no frames then
 
 
 def test_arguments_of_a_network_may_stand_on_the_command_line() -> None:
