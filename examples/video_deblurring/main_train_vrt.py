@@ -22,7 +22,7 @@ from deblurring.data import Crops, find_clips
 from deblurring.networks import as_float, inputs, make_network
 from deblurring.options import Options, redacted
 from deblurring.running import Speed, count_workers, open_boards, open_folder, run
-from deblurring.testing import find_test_clips, tell, test, write_scores
+from deblurring.testing import find_test_clips, tell, test
 from deblurring.training import (
     cut_short,
     freeze,
@@ -158,10 +158,8 @@ def main(opt: Options, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
             if "test" in due:
                 with speed.paused():
                     report = test(average or net, test_clips, opt, job.device, folder / "images", f"{step}")
-                    boards.add(tell(report, here), step)
+                    boards.add(tell(report, folder, step, loader.epoch), step)
                     boards.show({f"test/{clip}": picture for clip, picture in report.pictures.items()}, step)
-            if last:
-                ddpkit.run_on_main(write_scores, folder, report, step)
             if last or leaves:
                 break
     bar.close()

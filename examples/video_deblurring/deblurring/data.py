@@ -23,7 +23,7 @@ HELD_OUT = {  # of REDS, by val_partition
 
 
 class Clip:
-    """The frames of one clip: sharp ("H"), blurred ("L"), and spike counts ("S") where the options name some.
+    """The frames of one clip: blurred ("L"), sharp ("H") and spike counts ("S"), where the options name such.
 
     A frame is an array of bytes, (height, width, 3), for spikes (WINDOW, height / 2, width / 2). The sharp frames are
     `scale` times as high and wide as the blurred ones. Sources read the files, of which each part has equally many.
@@ -36,7 +36,9 @@ class Clip:
         self._files, self._sources = files, sources
         self.cache: Cache | None = None
         self.slots: dict[str, int] = {}  # of the first frame of each part there
-        height, width = self.height, self.width = size_of(sources["H"], files["H"][0])
+        first = self.parts[0]
+        factor = 1 if first == "H" else scale
+        height, width = self.height, self.width = [factor * size for size in size_of(sources[first], files[first][0])]
         if height % 2 or width % 2 or height % scale or width % scale:
             raise UserError(
                 f"clip {name} has frames of {width} x {height}: width and height must be even, and multiples of scale"
@@ -88,16 +90,17 @@ def find_clips(data: dict[str, Any], least: int, scale: int = 1) -> list[Clip]:
     """Find the clips that a `datasets` section of the options names, each of at least so many frames. Collective."""
     sources = {part: open_source(data[key], part) for part, key in PARTS.items() if data[key]}
     listed = data["meta_info_file"]
-    names = _listed_names(listed) if listed else dict.fromkeys(sources["H"].clips(), ())
+    first = next(iter(sources))  # the sharp frames or, where there are none, the blurred ones
+    names = _listed_names(listed) if listed else dict.fromkeys(sources[first].clips(), ())
     clips = []
     for name, wanted in names.items():
         if name not in HELD_OUT.get(data.get("val_partition"), ()):
             clips += _find_pieces(name, wanted, data, sources, scale)
     if not clips:
-        raise UserError(f"there are no clips in {listed or data['dataroot_gt']}: {MAKE_IT}")
+        raise UserError(f"there are no clips, each a folder, in {listed or data[PARTS[first]]}: {MAKE_IT}")
     for clip in clips:
         if len(clip) < least:
-            place = Path(data["dataroot_gt"], clip.name)
+            place = Path(data[PARTS[first]], clip.name)
             raise UserError(f"{place} has {len(clip)} frames, but {least} are taken at once")
     if data["cache_data"]:
         _keep_all(clips)
@@ -109,15 +112,16 @@ def _find_pieces(
 ) -> list[Clip]:
     """Find a clip, or as many as there are pieces that its frames were cut into."""
     files = {part: source.frames(name) for part, source in sources.items()}
-    for part in files:
-        odd = sorted(files[part].keys() ^ files["H"].keys())
+    here, *others = (f"{data[PARTS[part]]}/{name}" for part in files)
+    named, *rest = files.values()
+    for other, frames in zip(others, rest, strict=True):
+        odd = sorted(frames.keys() ^ named.keys())
         if odd:
             raise UserError(
-                f"the frames in {data[PARTS[part]]}/{name} and {data['dataroot_gt']}/{name} must have the same names, "
-                f"but {odd[0]} is in one of them only"
+                f"the frames in {other} and {here} must have the same names, but {odd[0]} is in one of them only"
             )
     clips = []
-    for piece, frames in sub_images(files["H"]).items():
+    for piece, frames in sub_images(named).items():
         chosen = frames
         if len(wanted) == 2:  # so many from a first one on
             count, first = wanted
@@ -125,9 +129,7 @@ def _find_pieces(
                 whole: frames[whole] for whole in frames if not whole.isdigit() or 0 <= int(whole) - first < count
             }
         if wanted and len(chosen) != wanted[0]:
-            raise UserError(
-                f"{data['dataroot_gt']}/{name} has {len(chosen)} frames, but meta_info_file says {wanted[0]}"
-            )
+            raise UserError(f"{here} has {len(chosen)} frames, but meta_info_file says {wanted[0]}")
         places = {part: [found[frame] for frame in chosen.values()] for part, found in files.items()}
         clips.append(Clip(name + piece, list(chosen), places, sources, scale))
     return clips

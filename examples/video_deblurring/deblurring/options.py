@@ -237,7 +237,8 @@ def _about_data(opt: Options) -> Iterator[str]:
         if not has_spikes(opt, split) and section[roots.pop()]:
             yield f"datasets.{split}.dataroot_spike needs a dataset_type with RGBSpike in its name"
         absent = [name for name in roots if section[name] is None]
-        if 0 < len(absent) < len(roots):
+        only_restore = split == "test" and absent == ["dataroot_gt"]
+        if 0 < len(absent) < len(roots) and not only_restore:
             yield f"datasets.{split} lacks {' and '.join(absent)}: name {', '.join(roots)}, or none of them"
     scale = opt["scale"]
     only_plain = has_spikes(opt) or opt["netG"]["net_type"] == "tiny_clip"
@@ -278,6 +279,7 @@ def _fill_in(opt: Options) -> None:
     if opt["val"]["num_frame_testing"] is None:
         opt["val"]["num_frame_testing"] = opt["datasets"]["train"]["num_frame"]
     for split, data in opt["datasets"].items():
-        for name, part in (("dataroot_gt", "GT"), ("dataroot_lq", "GT_blurred"), ("dataroot_spike", "spike")):
-            if data[name] is None and (part != "spike" or has_spikes(opt, split)):
-                data[name] = str(ROOT / f"{split}_{part}")
+        if data["dataroot_lq"] is None:
+            data |= {"dataroot_gt": str(ROOT / f"{split}_GT"), "dataroot_lq": str(ROOT / f"{split}_GT_blurred")}
+            if has_spikes(opt, split):
+                data["dataroot_spike"] = str(ROOT / f"{split}_spike")

@@ -100,6 +100,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ("train__G_scheduler_periods", None, "needs train.G_scheduler_periods"),
         ("train__G_optimizer_lr", 0, "train.G_optimizer_lr must be a number in (0, inf), not 0"),
         ("datasets__train__dataroot_lq", None, "datasets.train lacks dataroot_lq: name dataroot_gt, dataroot_lq, data"),
+        ("datasets__train__dataroot_gt", None, "datasets.train lacks dataroot_gt: name dataroot_gt, dataroot_lq, data"),
+        ("datasets__test__dataroot_lq", None, "datasets.test lacks dataroot_lq"),
         ("train__fix_iter", 3, "train.fix_iter needs train.fix_keys"),
         ("val__num_frame_testing", 4, "val.num_frame_testing must be datasets.train.num_frame, 3"),
         ("val__num_frame_overlapping", 3, "val.num_frame_overlapping must be less than the 3 frames"),

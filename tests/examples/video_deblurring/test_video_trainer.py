@@ -161,8 +161,11 @@ def runs(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     }
     for copy in ("half1", "slower"):
         shutil.copytree(root / "half", root / copy)
-    printed[3] = outputs(launch(3, [call("resumed3", "half", logging__use_wandb=True), call("test3", "whole2", TEST)]))
+    blind = {"datasets__test__dataroot_gt": None, "path__pretrained_netE": str(root / "whole2/tiny/models/12_E.pth")}
+    three = [call("resumed3", "half", logging__use_wandb=True), call("test3", "whole2", TEST)]
+    printed[3] = outputs(launch(3, [*three, call("blind3", "blind3", TEST, **blind)]))
     one = [call("resumed1", "half1"), call("whole1", "whole1"), call("test1", "whole2", TEST)]
+    one += [call("blind1", "blind1", TEST, **blind)]
     one += [call("owntest", "own", TEST, **own(root / "released.pth"))]
     one += [
         call(
@@ -305,6 +308,24 @@ def test_a_run_leaves_the_folders_of_the_original(runs: Runs) -> None:
     with av.open(str(folder / "images/x/12.mp4")) as film:
         shown = [frame.to_ndarray(format="rgb24") for frame in film.decode(video=0)]
     assert len(shown) == 4 and shown[0].shape == (height, 3 * width, 3)
+
+
+def test_without_sharp_frames_the_ranks_write_the_restored_ones(runs: Runs) -> None:
+    root, printed = runs
+    pictures = []
+    for ranks in (1, 3):
+        assert "no dataroot_gt: its frames are restored and written, not scored" in printed[ranks][0][f"blind{ranks}"]
+        folder = root / f"blind{ranks}/tiny"
+        files = {path.relative_to(folder / "images").as_posix(): path for path in folder.glob("images/*/*.png")}
+        pictures.append({name: picture(path) for name, path in files.items()})
+        assert not list(folder.glob("test.*"))
+    one, three = pictures
+    frames = {f"{clip}/{i:06d}" for clip, (n, _, _) in video.SIZES["test"].items() for i in range(n)}
+    assert one.keys() == three.keys() == {f"{frame}_0.png" for frame in frames} | {f"{clip}/0.png" for clip in "xyz"}
+    for name, shown in one.items():
+        assert np.array_equal(shown, three[name])
+    for frame in frames:  # as the test with sharp frames has written them
+        assert np.array_equal(one[f"{frame}_0.png"], picture(root / f"whole2/tiny/images/{frame}_12.png"))
 
 
 def test_tensorboard_gets_what_the_log_says(runs: Runs) -> None:
