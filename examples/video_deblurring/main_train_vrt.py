@@ -26,7 +26,7 @@ from deblurring.testing import find_test_clips, tell, test
 from deblurring.training import (
     cut_short,
     freeze,
-    loss_of,
+    make_loss,
     make_optimizer,
     set_learning_rates,
     take_settings,
@@ -74,6 +74,7 @@ def main(opt: Options, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
     average = copy.deepcopy(net).requires_grad_(False) if train["E_decay"] else None
     if average and opt["path"]["pretrained_netE"] and not found:
         load_weights(average, opt["path"]["pretrained_netE"], strict=train["E_param_strict"], average=True)
+    loss_of = make_loss(train, job.device)
     ddpkit.seed_everything(seed, per_rank=True)  # the ranks' dropout differs; their weights do not
     optimizer = make_optimizer(net, train)
     mixed = {False: None, "bf16": torch.bfloat16, "fp16": torch.float16}[train["amp"]]
@@ -111,7 +112,7 @@ def main(opt: Options, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
             with ddpkit.accumulate(model, micro, train["accumulation"]) as complete:
                 with torch.autocast(job.device.type, mixed, enabled=mixed is not None):
                     restored = model(*inputs(part))
-                loss = loss_of(restored, part["H"], train) / train["accumulation"]
+                loss = loss_of(restored, part["H"]) / train["accumulation"]
                 scaler.scale(loss).backward()
             micro, loss_sum = micro + 1, loss_sum + loss.detach()
             first_bad = torch.where(loss.isfinite(), first_bad, first_bad.clamp(max=step + 1))

@@ -39,8 +39,13 @@ def is_tile(value: Any) -> bool:
     return value in (0, *range(32, 2**16, 2))
 
 
-def is_network(value: Any) -> bool:
-    return re.fullmatch(r"tiny_clip|r?vrt|[\w.]+:\w+", str(value)) is not None
+def class_or(*names: str) -> Setting:
+    """Take one of some names, or the place of a class of the user's."""
+
+    def fits(value: Any) -> bool:
+        return value in names or re.fullmatch(r"[\w.]+:\w+", str(value)) is not None
+
+    return Setting(f"{', '.join(names)} or package.module:Class", fits)
 
 
 def are_milestones(value: Any) -> bool:
@@ -93,9 +98,9 @@ _train = {
     "total_iter": count(),
     "manual_seed": or_null(count(low=0)),
     "E_decay": number(0.0, "[0, 1)"),
-    "G_lossfn_type": choice("l1", "l2", "charbonnier", default=REQUIRED),
-    "G_lossfn_weight": number(1.0),
-    "G_charbonnier_eps": number(1e-6),
+    "G_lossfn_type": class_or("l1", "l2", "charbonnier"),
+    "G_lossfn_weight": number(1.0, "(0, inf)"),
+    "G_charbonnier_eps": number(1e-6, "(0, inf)"),
     "G_optimizer_type": choice("adam", "adamw", default=REQUIRED),
     "G_optimizer_lr": number(interval="(0, inf)"),
     "G_optimizer_betas": pair("two numbers in [0, 1)", number(interval="[0, 1)"), [0.9, 0.99]),
@@ -152,7 +157,7 @@ _SECTIONS = {
     "path.": {"root": text("experiments"), "pretrained_netG": or_null(text()), "pretrained_netE": or_null(text())},
     "datasets.train.": _dataset | _train_dataset,
     "datasets.test.": _dataset | _test_dataset,
-    "netG.": {"net_type": Setting("tiny_clip, vrt, rvrt or package.module:Class", is_network)},
+    "netG.": {"net_type": class_or("tiny_clip", "vrt", "rvrt")},
     "train.": _train,
     "val.": _val,
     "logging.": _logging,

@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from shared.program import UserError
 from torch import Tensor, nn
 
-from deblurring.networks import check_restored
+from deblurring.networks import check_restored, make_class
 
 
-def loss_of(restored: Tensor, sharp: Tensor, train: Mapping[str, Any]) -> Tensor:
-    """The mean loss that `train` names: l1, l2, or Charbonnier, which is l1 with a round corner at 0."""
-    check_restored(restored, sharp.shape)
-    difference = restored.float() - sharp
-    if train["G_lossfn_type"] == "l1":
-        loss = difference.abs()
-    elif train["G_lossfn_type"] == "l2":
-        loss = difference.square()
+def make_loss(train: Mapping[str, Any], device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+    """Make the loss that `train` names: Charbonnier, l1 with a round corner at 0, or the user's own. Collective."""
+    kind = train["G_lossfn_type"]
+    if ":" in kind:
+        measure = make_class("train.G_lossfn_type", kind, {}).to(device).eval().requires_grad_(False)
+    elif kind == "l1":
+        measure = nn.functional.l1_loss
+    elif kind == "l2":
+        measure = nn.functional.mse_loss
     else:
-        loss = (difference.square() + train["G_charbonnier_eps"]).sqrt()
-    return train["G_lossfn_weight"] * loss.mean()
+
+        def measure(restored: Tensor, sharp: Tensor) -> Tensor:
+            return ((restored - sharp).square() + train["G_charbonnier_eps"]).sqrt()
+
+    def loss_of(restored: Tensor, sharp: Tensor) -> Tensor:
+        check_restored(restored, sharp.shape)
+        return train["G_lossfn_weight"] * measure(restored.float(), sharp).mean()
+
+    return loss_of
 
 
 def learning_rate(train: Mapping[str, Any], step: int, base: float) -> float:

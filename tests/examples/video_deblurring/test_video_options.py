@@ -77,7 +77,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ("train", 3, "train must be a section: {"),
         ("train__E_decay", 1.0, "train.E_decay must be a number in [0, 1), not 1.0"),
         ("train__E_decay", float("nan"), "train.E_decay must be a number in [0, 1), not NaN"),
-        ("train__G_lossfn_type", "l3", "must be 'l1' or 'l2' or 'charbonnier', not \"l3\""),
+        ("train__G_lossfn_type", "l3", 'must be l1, l2, charbonnier or package.module:Class, not "l3"'),
         ("train__G_scheduler_milestones", [5, 3], "a list of growing numbers of iterations, not [5, 3]"),
         ("train__G_optimizer_betas", [0.9], "two numbers in [0, 1)"),
         ("datasets__train__gt_size", 15, "an even number of at least 8, not 15"),
