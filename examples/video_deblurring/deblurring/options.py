@@ -109,7 +109,7 @@ _train = {
     "G_optimizer_reuse": flag(True),
     "G_scheduler_type": choice("MultiStepLR", "CosineAnnealingWarmRestarts", default=REQUIRED),
     "G_scheduler_milestones": Setting("a list of growing numbers of iterations", are_milestones, []),
-    "G_scheduler_gamma": number(0.5),
+    "G_scheduler_gamma": number(0.5, "(0, 1]"),
     "G_scheduler_periods": or_null(count()),
     "G_scheduler_restart_weights": count(1),
     "G_scheduler_eta_min": number(0.0),
@@ -260,6 +260,8 @@ def _about_training(train: Options) -> Iterator[str]:
         yield "train.G_scheduler_type MultiStepLR needs train.G_scheduler_milestones"
     if train["G_scheduler_type"] == "CosineAnnealingWarmRestarts" and train["G_scheduler_periods"] is None:
         yield "train.G_scheduler_type CosineAnnealingWarmRestarts needs train.G_scheduler_periods"
+    if train["G_scheduler_eta_min"] > train["G_optimizer_lr"]:
+        yield "train.G_scheduler_eta_min must not be above train.G_optimizer_lr"
     if train["fix_iter"] > 0 and not train["fix_keys"]:
         yield "train.fix_iter needs train.fix_keys: parts of the names of what to freeze until then"
 

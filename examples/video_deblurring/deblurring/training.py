@@ -74,6 +74,10 @@ def make_optimizer(net: nn.Module, train: Mapping[str, Any]) -> torch.optim.Opti
     groups: dict[bool, list[nn.Parameter]] = {False: [], True: []}
     for name, parameter in net.named_parameters():
         groups[is_fixed(name, train)].append(parameter)
+    if train["fix_iter"] > 0 and not groups[False]:
+        raise UserError(
+            f"train.fix_keys: every parameter has one of {train['fix_keys']} in its name, so nothing would train"
+        )
     lr = train["G_optimizer_lr"]
     settings = [{"params": groups[False], "base_lr": lr}, {"params": groups[True], "base_lr": lr * train["fix_lr_mul"]}]
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[train["G_optimizer_type"]]

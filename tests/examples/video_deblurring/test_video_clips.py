@@ -69,6 +69,12 @@ def test_prepare_leaves_alone_what_is_complete_and_makes_what_is_not(prepared: P
     assert lost.read_bytes() == content and before.keys() == set(prepared.rglob("*.*"))
 
 
+def test_prepare_does_not_take_what_another_version_has_made(tmp_path: Path) -> None:
+    (tmp_path / "prepared.json").write_text('{"window": 7}')
+    with pytest.raises(UserError, match="was made by another version of this program: delete it, or name another with"):
+        list(prepare(tmp_path, [CARPHONE]))
+
+
 def test_prepare_does_not_touch_data_of_others(tmp_path: Path) -> None:
     root = video.write_clips(tmp_path / "gopro")
     before = sorted(root.rglob("*"))

@@ -131,6 +131,8 @@ def test_frozen_parts_do_not_move_and_have_a_learning_rate_of_their_own() -> Non
     assert not freeze(net, train, 3) and all(parameter.requires_grad for parameter in net.parameters())
     with pytest.raises(UserError, match="no parameter has 'spynet' in its name; the first ones are first.weight"):
         make_optimizer(net, train | {"fix_keys": ["body", "spynet"]})
+    with pytest.raises(UserError, match=r"every parameter has one of \['i', 'o'\] in its name, so nothing would train"):
+        make_optimizer(net, train | {"fix_keys": ["i", "o"]})
 
 
 def test_the_moving_average_is_that_of_the_formula() -> None:
