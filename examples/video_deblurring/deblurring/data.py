@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +18,7 @@ import ddpkit
 from deblurring.clips import WINDOW
 from deblurring.frames import MAKE_IT, PARTS, Cache, Source, decode, open_source, size_of, sub_images
 
+log = logging.getLogger(__name__)
 HELD_OUT = {  # of REDS, by val_partition
     "REDS4": {"000", "011", "015", "020"},
     "official": {f"{number:03d}" for number in range(240, 270)},
@@ -213,6 +216,25 @@ class Crops:
             crop = crop[..., ::-1, :] if mirror else crop
             sample[part] = np.ascontiguousarray(crop.swapaxes(-1, -2) if turn else crop)
         return sample
+
+
+def make_loader(crops: Crops, data: dict[str, Any], batch_size: int) -> ddpkit.Loader:
+    """Make this rank's loader of batches of crops, as the options say."""
+    if len(crops) < batch_size * ddpkit.get_world_size():
+        raise UserError(f"an epoch's {len(crops)} crops do not fill one batch of all ranks: lower the batch size")
+    names = ("shuffle", "pin_memory", "persistent_workers", "prefetch_factor")
+    how = {name: data[f"dataloader_{name}"] for name in names}
+    how |= {"seed": crops.seed, "drop_last": True, "num_workers": count_workers(data["dataloader_num_workers"])}
+    with user_error("datasets.train.dataloader", ValueError):
+        return ddpkit.make_loader(crops, batch_size, **how)
+
+
+def count_workers(asked: int) -> int:
+    """Count the processes that are to load data for this rank: no more than it has cores, as the original's 32 are."""
+    most = max(1, len(os.sched_getaffinity(0)) // ddpkit.get_local_world_size())
+    if asked > most:
+        log.info("%d loading processes per rank instead of %d: there are no more cores", most, asked)
+    return min(asked, most)
 
 
 def reverse(frames: Any, part: str) -> Any:

@@ -130,13 +130,7 @@ def _write_scores(folder: Path, report: Report, step: int) -> None:
 
 
 def _test_clip(
-    net: nn.Module,
-    clip: Clip,
-    opt: Mapping[str, Any],
-    device: torch.device,
-    images: Path,
-    label: str,
-    bar: tqdm,
+    net: nn.Module, clip: Clip, opt: Mapping[str, Any], device: torch.device, images: Path, label: str, bar: tqdm
 ) -> tuple[Frames, Picture]:
     begun = time.perf_counter()
     parts = {part: torch.from_numpy(clip.stack(part)) for part in clip.parts}

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 from deblurring.checkpoints import load_weights
+from deblurring.data import count_workers
 from deblurring.networks import TinyClip, as_float, inject_detail
-from deblurring.running import count_workers, visible_gpus
+from deblurring.running import visible_gpus
 from deblurring.testing import measure, psnr, save_film, ssim, strip
 from deblurring.tiles import restore, starts
 from deblurring.training import (
