@@ -178,6 +178,16 @@ def test_only_the_clips_that_the_list_names_are_read(tiny: Path, tmp_path: Path)
     assert clip.parts == ("H", "L")
 
 
+def test_a_clip_that_is_linked_twice_counts_twice(tiny: Path, tmp_path: Path) -> None:
+    for part in ("GT", "GT_blurred"):
+        (tmp_path / f"train_{part}").mkdir()
+        for name, clip in (("a", "a"), ("b", "b"), ("b_again", "b")):
+            (tmp_path / f"train_{part}" / name).symlink_to(tiny / f"train_{part}" / clip)
+    data = section(tmp_path, dataroot_spike=None)
+    drawn = [clip.name for clip, _ in Crops(find_clips(data, 3), data, seed=0).places]
+    assert drawn.count("b_again") == drawn.count("b") > 0 and "a" in drawn
+
+
 def frames_of(clips: list[Clip]) -> dict[str, list[np.ndarray]]:
     return {clip.name: [clip.stack(part) for part in "HL"] for clip in clips}
 
@@ -339,6 +349,8 @@ def test_at_a_scale_both_crops_show_the_same_place(tmp_path: Path) -> None:
     data = section(tmp_path, dataroot_spike=None, gt_size=18)
     with pytest.raises(UserError, match=r"GT_blurred/a/0.png holds \(12, 16, 3\), but \(36, 48, 3\) fits"):
         find_clips(data, 3)
+    (alone,) = find_clips(data | {"dataroot_gt": None}, 3, scale=3)
+    assert alone.parts == ("L",) and alone.shapes["L"] == (12, 16, 3) and (alone.height, alone.width) == (36, 48)
     crops = Crops(find_clips(data, 3, scale=3), data, seed=0, scale=3)
     for index in range(len(crops)):
         sample = crops[index]
