@@ -80,12 +80,11 @@ class Clip:
 
     def _check(self, where: str, shape: tuple[int, ...], part: str) -> None:
         if shape != self.shapes[part]:
-            raise UserError(f"{where} holds {shape}, but {self.shapes[part]} fits the sharp frames")
+            raise UserError(f"{where} holds {shape}, but {self.shapes[part]} fits the clip's first frame")
 
-    def stack(self, part: str, numbers: Sequence[int] | None = None) -> NDArray[np.uint8]:
-        """Read frames of a part, by default all, with the channels first: (n, channels, height, width)."""
-        chosen = range(len(self)) if numbers is None else numbers
-        frames = np.stack([self.frame(part, number) for number in chosen])
+    def stack(self, part: str) -> NDArray[np.uint8]:
+        """Read all frames of a part, with the channels first: (n, channels, height, width)."""
+        frames = np.stack([self.frame(part, number) for number in range(len(self))])
         return frames if part == "S" else np.ascontiguousarray(frames.transpose(0, 3, 1, 2))
 
 
