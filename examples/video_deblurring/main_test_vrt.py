@@ -2,10 +2,12 @@
 
     python main_test_vrt.py --opt options/vrt/006_train_vrt_videodeblurring_gopro_rgbspike.json
     torchrun --nproc_per_node=2 main_test_vrt.py --opt options/vrt/006_train_vrt_videodeblurring_gopro_rgbspike.json
+    python main_test_vrt.py --opt options/vrt/006_train_vrt_videodeblurring_gopro.json datasets.test.dataroot_lq=mine
 
 It takes the newest checkpoints of the task, else `path.pretrained_netE` or `path.pretrained_netG`; of E and G it takes
 E if there is one. It prints PSNR and SSIM next to those of the blurred frames and of the detail injection, which needs
-no training, and writes pictures, blurred | restored | sharp, to `images/<clip>/`.
+no training, and writes pictures, blurred | restored | sharp, to `images/<clip>/`. Without sharp frames, as in the last
+line, it writes all restored frames there: `mine/<clip>/<frame>.png` becomes `images/<clip>/<frame>_<iter>.png`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from deblurring.checkpoints import find_newest, fit, load_weights
 from deblurring.networks import make_network
 from deblurring.options import Options
 from deblurring.running import open_folder, run
-from deblurring.testing import find_test_clips, tell, test, write_scores
+from deblurring.testing import find_test_clips, tell, test
 from shared.program import UserError
 
 import ddpkit
@@ -43,8 +45,7 @@ def main(opt: Options, job: ddpkit.Context) -> None:
         )
     log.info("testing %s on %d clips with %d process(es)", source, len(clips), job.world_size)
     report = test(net, clips, opt, job.device, folder / "images", f"{step}")
-    tell(report, f"<epoch:  0, iter:{step:8,d}")
-    ddpkit.run_on_main(write_scores, folder, report, step)
+    tell(report, folder, step)
 
 
 if __name__ == "__main__":

@@ -18,21 +18,21 @@ import secrets
 
 import torch
 from deblurring.checkpoints import find_newest, load_weights, restore_set, save_set
-from deblurring.data import Crops, find_clips
+from deblurring.data import Crops, find_clips, make_loader
 from deblurring.networks import as_float, inputs, make_network
 from deblurring.options import Options, redacted
-from deblurring.running import Speed, count_workers, open_boards, open_folder, run
-from deblurring.testing import find_test_clips, tell, test, write_scores
+from deblurring.running import News, open_boards, open_folder, run
+from deblurring.testing import find_test_clips, tell, test
 from deblurring.training import (
     cut_short,
     freeze,
-    loss_of,
+    make_loss,
     make_optimizer,
     set_learning_rates,
     take_settings,
     update_average,
 )
-from shared.program import NO_STEP, UserError, stop_if_not_finite, user_error
+from shared.program import stop_if_not_finite, user_error
 from tqdm import tqdm
 
 import ddpkit
@@ -59,21 +59,14 @@ def main(opt: Options, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
     if seed is None:  # rank 0 draws it: ranks with seeds of their own would not share an order
         seed = found.saved["seed"] if found else ddpkit.broadcast(secrets.randbits(31))
     ddpkit.seed_everything(seed)
-    crops = Crops(clips, data, seed, opt["scale"])
-    if len(crops) < plan.per_rank_batch_size * job.world_size:
-        raise UserError(f"an epoch's {len(crops)} crops do not fill one batch of all ranks: lower the batch size")
-    names = ("shuffle", "pin_memory", "persistent_workers", "prefetch_factor")
-    how = {name: data[f"dataloader_{name}"] for name in names}
-    how |= {"seed": seed, "drop_last": True, "num_workers": count_workers(data["dataloader_num_workers"])}
-    with user_error("datasets.train.dataloader", ValueError):
-        loader = ddpkit.make_loader(crops, plan.per_rank_batch_size, **how)
-
+    loader = make_loader(Crops(clips, data, seed, opt["scale"]), data, plan.per_rank_batch_size)
     net = make_network(opt).to(job.device)
     if opt["path"]["pretrained_netG"] and not found:
         load_weights(net, opt["path"]["pretrained_netG"], strict=train["G_param_strict"])
     average = copy.deepcopy(net).requires_grad_(False) if train["E_decay"] else None
     if average and opt["path"]["pretrained_netE"] and not found:
         load_weights(average, opt["path"]["pretrained_netE"], strict=train["E_param_strict"], average=True)
+    loss_of = make_loss(train, job.device)
     ddpkit.seed_everything(seed, per_rank=True)  # the ranks' dropout differs; their weights do not
     optimizer = make_optimizer(net, train)
     mixed = {False: None, "bf16": torch.bfloat16, "fp16": torch.float16}[train["amp"]]
@@ -98,24 +91,20 @@ def main(opt: Options, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
             static_graph=opt["use_static_graph"],
         )
 
-    model, speed = wrap(), Speed()
+    model, news = wrap(), News(step, job.device)
     boards = open_boards(opt, folder, step, found.saved.get("wandb_id") if found else None)
-    micro, loss_sum = 0, torch.zeros((), device=job.device)
-    first_bad = torch.full((), NO_STEP, device=job.device)  # the first iteration whose loss here is not finite
     no_bar = None if ddpkit.is_main_process() else True  # None: a bar if there is a terminal
     bar = tqdm(total=train["total_iter"], initial=step, unit="iter", disable=no_bar)
     last = leaves = step >= train["total_iter"]
     while not (last or leaves):
-        for batch in speed.waiting(loader):
+        for batch in news.waiting(loader):
             part = as_float(batch, job.device)
-            with ddpkit.accumulate(model, micro, train["accumulation"]) as complete:
+            with ddpkit.accumulate(model, news.batches, train["accumulation"]) as complete:
                 with torch.autocast(job.device.type, mixed, enabled=mixed is not None):
                     restored = model(*inputs(part))
-                loss = loss_of(restored, part["H"], train) / train["accumulation"]
+                loss = loss_of(restored, part["H"]) / train["accumulation"]
                 scaler.scale(loss).backward()
-            micro, loss_sum = micro + 1, loss_sum + loss.detach()
-            first_bad = torch.where(loss.isfinite(), first_bad, first_bad.clamp(max=step + 1))
-            speed.images += len(batch["H"]) * data["num_frame"]
+            news.add(loss, batch["H"], step)
             if not complete:
                 continue
             lr = set_learning_rates(optimizer, train, step)
@@ -127,7 +116,7 @@ def main(opt: Options, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
             optimizer.zero_grad()
             if average:
                 update_average(average, net, train["E_decay"])
-            step, speed.steps = step + 1, speed.steps + 1
+            step += 1
             bar.update()
             if step == train["fix_iter"]:
                 del model  # its hooks go with it
@@ -139,29 +128,23 @@ def main(opt: Options, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
             if leaves and not due:
                 due = ["save"]
             if due:
-                stop_if_not_finite(first_bad, step, net, BAD_LOSS)
+                stop_if_not_finite(news.first_bad, step, net, BAD_LOSS)
             if "print" in due:
-                loss = loss_sum.item() / speed.steps
-                rate, waits = speed.measured()
-                loss, waits, rate = ddpkit.all_reduce_mean((loss, waits, rate * job.world_size))
-                log.info(f"{here}, lr:{lr:.3e}> G_loss: {loss:.3e} images/s: {rate:.1f} waits: {waits:.1%}")
-                boards.add({"G_loss": loss, "lr": lr, "images/s": rate, "waits": waits}, step)
-                loss_sum = torch.zeros_like(loss_sum)
-                speed.reset()
+                told = news.tell(step)
+                log.info(here + ", lr:{:.3e}> G_loss: {:.3e} images/s: {:.1f} waits: {:.1%}".format(lr, *told.values()))
+                boards.add({"lr": lr} | told, step)
             if "save" in due:
-                with speed.paused():
+                with news.paused():
                     for each in (net, average) if average else (net,):
                         ddpkit.sync_buffers(each)
                     ddpkit.check_replicas(model, optimizer)
                     save_set(folder / "models", step, nets, **state, seed=seed, wandb_id=boards.run_id)
                 log.info("%s> saved in %s", here, folder / "models")
             if "test" in due:
-                with speed.paused():
+                with news.paused():
                     report = test(average or net, test_clips, opt, job.device, folder / "images", f"{step}")
-                    boards.add(tell(report, here), step)
+                    boards.add(tell(report, folder, step, loader.epoch), step)
                     boards.show({f"test/{clip}": picture for clip, picture in report.pictures.items()}, step)
-            if last:
-                ddpkit.run_on_main(write_scores, folder, report, step)
             if last or leaves:
                 break
     bar.close()

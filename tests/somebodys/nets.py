@@ -37,6 +37,18 @@ class Middle(Net):
         return super().forward(frames)[:, frames.shape[1] // 2, None]
 
 
+class Apart(nn.Module):
+    """A loss: how far the features of a fixed network are apart, for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.see = nn.Conv3d(3, 4, 3)
+
+    def forward(self, restored: Tensor, sharp: Tensor) -> Tensor:
+        features = (self.see(frames.transpose(1, 2)) for frames in (restored, sharp))
+        return torch.stack([*features]).diff(dim=0).square().mean((0, 2, 3, 4, 5))
+
+
 class Noise(nn.Module):
     """Finds noise in actions, with statistics of batches and dropout; in one number of an action only, if asked."""
 

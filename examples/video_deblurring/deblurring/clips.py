@@ -10,7 +10,7 @@ import importlib.metadata
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -119,12 +119,18 @@ def prepare(root: Path = ROOT, shots: Sequence[Shot] = SHOTS) -> Iterator[tuple[
     each shot when it is done, and whether it had to be made.
     """
     found, note = find_clips(), root / "prepared.json"
-    if root.exists() and any(root.iterdir()) and not note.is_file():
+    recipe = {"window": WINDOW, "spikes": SPIKES, "shots": list(map(asdict, SHOTS))}
+    if note.is_file():
+        if json.loads(note.read_text()) != recipe:
+            raise UserError(
+                f"{root} was made by another version of this program: delete it, or name another with --root"
+            )
+    elif root.exists() and any(root.iterdir()):
         raise UserError(f"{root} holds data that this program did not make: name another folder with --root")
     with user_error("cannot write the prepared clips", OSError):
         if not note.is_file():
             root.mkdir(parents=True, exist_ok=True)
-            note.write_text(json.dumps({"window": WINDOW, "spikes": SPIKES}) + "\n")
+            note.write_text(json.dumps(recipe, indent=2) + "\n")
         for shot in shots:
             made = not all(_is_complete(folder, shot) for folder in _folders(root, shot).values())
             if made:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +18,7 @@ import ddpkit
 from deblurring.clips import WINDOW
 from deblurring.frames import MAKE_IT, PARTS, Cache, Source, decode, open_source, size_of, sub_images
 
+log = logging.getLogger(__name__)
 HELD_OUT = {  # of REDS, by val_partition
     "REDS4": {"000", "011", "015", "020"},
     "official": {f"{number:03d}" for number in range(240, 270)},
@@ -23,7 +26,7 @@ HELD_OUT = {  # of REDS, by val_partition
 
 
 class Clip:
-    """The frames of one clip: sharp ("H"), blurred ("L"), and spike counts ("S") where the options name some.
+    """The frames of one clip: blurred ("L"), sharp ("H") and spike counts ("S"), where the options name such.
 
     A frame is an array of bytes, (height, width, 3), for spikes (WINDOW, height / 2, width / 2). The sharp frames are
     `scale` times as high and wide as the blurred ones. Sources read the files, of which each part has equally many.
@@ -36,7 +39,9 @@ class Clip:
         self._files, self._sources = files, sources
         self.cache: Cache | None = None
         self.slots: dict[str, int] = {}  # of the first frame of each part there
-        height, width = self.height, self.width = size_of(sources["H"], files["H"][0])
+        first = self.parts[0]
+        factor = 1 if first == "H" else scale
+        height, width = self.height, self.width = [factor * size for size in size_of(sources[first], files[first][0])]
         if height % 2 or width % 2 or height % scale or width % scale:
             raise UserError(
                 f"clip {name} has frames of {width} x {height}: width and height must be even, and multiples of scale"
@@ -75,12 +80,11 @@ class Clip:
 
     def _check(self, where: str, shape: tuple[int, ...], part: str) -> None:
         if shape != self.shapes[part]:
-            raise UserError(f"{where} holds {shape}, but {self.shapes[part]} fits the sharp frames")
+            raise UserError(f"{where} holds {shape}, but {self.shapes[part]} fits the clip's first frame")
 
-    def stack(self, part: str, numbers: Sequence[int] | None = None) -> NDArray[np.uint8]:
-        """Read frames of a part, by default all, with the channels first: (n, channels, height, width)."""
-        chosen = range(len(self)) if numbers is None else numbers
-        frames = np.stack([self.frame(part, number) for number in chosen])
+    def stack(self, part: str) -> NDArray[np.uint8]:
+        """Read all frames of a part, with the channels first: (n, channels, height, width)."""
+        frames = np.stack([self.frame(part, number) for number in range(len(self))])
         return frames if part == "S" else np.ascontiguousarray(frames.transpose(0, 3, 1, 2))
 
 
@@ -88,16 +92,17 @@ def find_clips(data: dict[str, Any], least: int, scale: int = 1) -> list[Clip]:
     """Find the clips that a `datasets` section of the options names, each of at least so many frames. Collective."""
     sources = {part: open_source(data[key], part) for part, key in PARTS.items() if data[key]}
     listed = data["meta_info_file"]
-    names = _listed_names(listed) if listed else dict.fromkeys(sources["H"].clips(), ())
+    first = next(iter(sources))  # the sharp frames or, where there are none, the blurred ones
+    names = _listed_names(listed) if listed else dict.fromkeys(sources[first].clips(), ())
     clips = []
     for name, wanted in names.items():
         if name not in HELD_OUT.get(data.get("val_partition"), ()):
             clips += _find_pieces(name, wanted, data, sources, scale)
     if not clips:
-        raise UserError(f"there are no clips in {listed or data['dataroot_gt']}: {MAKE_IT}")
+        raise UserError(f"there are no clips, each a folder, in {listed or data[PARTS[first]]}: {MAKE_IT}")
     for clip in clips:
         if len(clip) < least:
-            place = Path(data["dataroot_gt"], clip.name)
+            place = Path(data[PARTS[first]], clip.name)
             raise UserError(f"{place} has {len(clip)} frames, but {least} are taken at once")
     if data["cache_data"]:
         _keep_all(clips)
@@ -109,15 +114,16 @@ def _find_pieces(
 ) -> list[Clip]:
     """Find a clip, or as many as there are pieces that its frames were cut into."""
     files = {part: source.frames(name) for part, source in sources.items()}
-    for part in files:
-        odd = sorted(files[part].keys() ^ files["H"].keys())
+    here, *others = (f"{data[PARTS[part]]}/{name}" for part in files)
+    named, *rest = files.values()
+    for other, frames in zip(others, rest, strict=True):
+        odd = sorted(frames.keys() ^ named.keys())
         if odd:
             raise UserError(
-                f"the frames in {data[PARTS[part]]}/{name} and {data['dataroot_gt']}/{name} must have the same names, "
-                f"but {odd[0]} is in one of them only"
+                f"the frames in {other} and {here} must have the same names, but {odd[0]} is in one of them only"
             )
     clips = []
-    for piece, frames in sub_images(files["H"]).items():
+    for piece, frames in sub_images(named).items():
         chosen = frames
         if len(wanted) == 2:  # so many from a first one on
             count, first = wanted
@@ -125,9 +131,7 @@ def _find_pieces(
                 whole: frames[whole] for whole in frames if not whole.isdigit() or 0 <= int(whole) - first < count
             }
         if wanted and len(chosen) != wanted[0]:
-            raise UserError(
-                f"{data['dataroot_gt']}/{name} has {len(chosen)} frames, but meta_info_file says {wanted[0]}"
-            )
+            raise UserError(f"{here} has {len(chosen)} frames, but meta_info_file says {wanted[0]}")
         places = {part: [found[frame] for frame in chosen.values()] for part, found in files.items()}
         clips.append(Clip(name + piece, list(chosen), places, sources, scale))
     return clips
@@ -160,7 +164,7 @@ class Crops:
     """Random crops of `num_frame` frames, augmented; the samples of an epoch cover the frames about once.
 
     What a sample is depends on (seed, epoch, index) alone, so any number of ranks and workers draws the same. It
-    holds, by part, bytes of shape (num_frame, channels, height, width): "H" of `gt_size` pixels a side, "L" of as many
+    holds, by part, bytes of shape (frames, channels, height, width): "H" of `gt_size` pixels a side, "L" of as many
     by the scale, "S" of half of it.
     """
 
@@ -169,6 +173,11 @@ class Crops:
         self.frames, self.size = data["num_frame"], data["gt_size"]
         self.flip, self.rotate = data["use_hflip"], data["use_rot"]
         self.intervals, self.reverse = data["interval_list"], data["random_reverse"]
+        self.order = [*range(self.frames)]
+        if data["mirror_sequence"]:
+            self.order += self.order[::-1]
+        elif data["pad_sequence"]:
+            self.order += self.order[-1:]
         self.scales = {"H": 1, "L": scale, "S": 2}
         self.step = math.lcm(2, scale)  # crops begin at whole pixels of all parts
         self.places: list[tuple[Clip, int]] = []  # a clip and a first frame
@@ -201,11 +210,30 @@ class Crops:
             scale = self.scales[part]
             y, x, size = top // scale, left // scale, self.size // scale
             crop = np.stack([_cut(clip.frame(part, number), part, y, x, size) for number in numbers])
-            crop = reverse(crop, part) if backwards else crop
+            crop = (reverse(crop, part) if backwards else crop)[self.order]
             crop = crop[..., ::-1] if flip else crop
             crop = crop[..., ::-1, :] if mirror else crop
             sample[part] = np.ascontiguousarray(crop.swapaxes(-1, -2) if turn else crop)
         return sample
+
+
+def make_loader(crops: Crops, data: dict[str, Any], batch_size: int) -> ddpkit.Loader:
+    """Make this rank's loader of batches of crops, as the options say."""
+    if len(crops) < batch_size * ddpkit.get_world_size():
+        raise UserError(f"an epoch's {len(crops)} crops do not fill one batch of all ranks: lower the batch size")
+    names = ("shuffle", "pin_memory", "persistent_workers", "prefetch_factor")
+    how = {name: data[f"dataloader_{name}"] for name in names}
+    how |= {"seed": crops.seed, "drop_last": True, "num_workers": count_workers(data["dataloader_num_workers"])}
+    with user_error("datasets.train.dataloader", ValueError):
+        return ddpkit.make_loader(crops, batch_size, **how)
+
+
+def count_workers(asked: int) -> int:
+    """Count the processes that are to load data for this rank: no more than it has cores, as the original's 32 are."""
+    most = max(1, len(os.sched_getaffinity(0)) // ddpkit.get_local_world_size())
+    if asked > most:
+        log.info("%d loading processes per rank instead of %d: there are no more cores", most, asked)
+    return min(asked, most)
 
 
 def reverse(frames: Any, part: str) -> Any:

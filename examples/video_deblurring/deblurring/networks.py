@@ -15,7 +15,10 @@ import ddpkit
 from deblurring.clips import SPIKES, WINDOW
 from deblurring.options import has_spikes
 
-KAIRS = {"vrt": "models.network_vrt:VRT"}  # where KAIR's option files find what they name
+KAIRS = {
+    "vrt": "models.network_vrt:VRT",
+    "rvrt": "models.network_rvrt:RVRT",
+}  # where KAIR's option files find what they name
 SLOPE = 0.1  # of the leaky ReLU
 STEP = 0.03  # what is left to correct is about this large; at full scale Adam's first steps would throw the network off
 
@@ -90,15 +93,19 @@ class Block(nn.Module):
 
 
 def make_network(opt: Mapping[str, Any]) -> nn.Module:
-    """Make the network that the options name; first on one rank of each node, as some fetch files then. Collective."""
+    """Make the network that the options name. Collective."""
     arguments = dict(opt["netG"])
     kind = arguments.pop("net_type")
     if kind == "tiny_clip":
         return TinyClip(opt["datasets"]["train"]["num_frame"], **arguments, spikes=has_spikes(opt))
-    kind = KAIRS.get(kind, kind)
-    make = find_class("netG.net_type", kind)
+    return make_class("netG.net_type", KAIRS.get(kind, kind), arguments)
+
+
+def make_class(setting: str, kind: str, arguments: Mapping[str, Any]) -> nn.Module:
+    """Make a module of the user's; first on one rank of each node, as some fetch files then. Collective."""
+    make = find_class(setting, kind)
     signature = inspect.signature(make)
-    with user_error(f"netG: {kind}{signature}", TypeError):
+    with user_error(f"{setting}: {kind}{signature}", TypeError):
         signature.bind(**arguments)
     with ddpkit.main_process_first(local=True):
         return make(**arguments)

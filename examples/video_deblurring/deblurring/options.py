@@ -39,12 +39,22 @@ def is_tile(value: Any) -> bool:
     return value in (0, *range(32, 2**16, 2))
 
 
-def is_network(value: Any) -> bool:
-    return re.fullmatch(r"tiny_clip|vrt|[\w.]+:\w+", str(value)) is not None
+def class_or(*names: str) -> Setting:
+    """Take one of some names, or the place of a class of the user's."""
+
+    def fits(value: Any) -> bool:
+        return value in names or re.fullmatch(r"[\w.]+:\w+", str(value)) is not None
+
+    return Setting(f"{', '.join(names)} or package.module:Class", fits)
 
 
 def are_milestones(value: Any) -> bool:
     return many(count()).fits(value) and value == sorted(set(value))
+
+
+def data_type(*names: str) -> Setting:
+    reason = "noise is not added and frames are not interpolated here: write noisy frames to dataroot_lq"
+    return Setting(f"{', '.join(names[:-1])} or {names[-1]} ({reason})", lambda value: value in names)
 
 
 def missing(reason: str) -> Setting:
@@ -61,8 +71,8 @@ _dataset = {
 }
 _train_dataset = {
     "cache_data": flag(True),
-    "dataset_type": choice("VideoRecurrentTrainDataset", "TrainDatasetRGBSpike", default=REQUIRED),
-    "num_frame": count(),
+    "dataset_type": data_type("VideoRecurrentTrainDataset", "VideoRecurrentTrainVimeoDataset", "TrainDatasetRGBSpike"),
+    "num_frame": Setting("a whole number of at least 1 (7 for Vimeo-90K)", count().fits),
     "gt_size": Setting("an even number of at least 8", lambda value: value in range(8, 2**16, 2)),
     "use_hflip": flag(),
     "use_rot": flag(),
@@ -75,20 +85,22 @@ _train_dataset = {
     "dataloader_prefetch_factor": or_null(count()),
     "interval_list": many(count(), [1], empty=False),
     "random_reverse": flag(),
+    "pad_sequence": flag(),  # the last frame comes twice
+    "mirror_sequence": flag(),  # the frames come once more, in the other direction
     "val_partition": or_null(choice("", "REDS4", "official")),
     "test_mode": missing("it would train on the clips of val_partition"),
 }
 _test_dataset = {
     "cache_data": flag(),
-    "dataset_type": choice("VideoRecurrentTestDataset", "TestDatasetRGBSpike", default=REQUIRED),
+    "dataset_type": data_type("VideoRecurrentTestDataset", "TestDatasetRGBSpike"),
 }
 _train = {
     "total_iter": count(),
     "manual_seed": or_null(count(low=0)),
     "E_decay": number(0.0, "[0, 1)"),
-    "G_lossfn_type": choice("l1", "l2", "charbonnier", default=REQUIRED),
-    "G_lossfn_weight": number(1.0),
-    "G_charbonnier_eps": number(1e-6),
+    "G_lossfn_type": class_or("l1", "l2", "charbonnier"),
+    "G_lossfn_weight": number(1.0, "(0, inf)"),
+    "G_charbonnier_eps": number(1e-6, "(0, inf)"),
     "G_optimizer_type": choice("adam", "adamw", default=REQUIRED),
     "G_optimizer_lr": number(interval="(0, inf)"),
     "G_optimizer_betas": pair("two numbers in [0, 1)", number(interval="[0, 1)"), [0.9, 0.99]),
@@ -97,11 +109,11 @@ _train = {
     "G_optimizer_reuse": flag(True),
     "G_scheduler_type": choice("MultiStepLR", "CosineAnnealingWarmRestarts", default=REQUIRED),
     "G_scheduler_milestones": Setting("a list of growing numbers of iterations", are_milestones, []),
-    "G_scheduler_gamma": number(0.5),
+    "G_scheduler_gamma": number(0.5, "(0, 1]"),
     "G_scheduler_periods": or_null(count()),
     "G_scheduler_restart_weights": count(1),
     "G_scheduler_eta_min": number(0.0),
-    "fix_iter": count(0, low=0),
+    "fix_iter": count(0, low=-1),  # KAIR's -1 is 0, too
     "fix_keys": many(text(), []),
     "fix_lr_mul": number(1.0),
     "G_regularizer_orthstep": missing("weights are not regularised here"),
@@ -145,7 +157,7 @@ _SECTIONS = {
     "path.": {"root": text("experiments"), "pretrained_netG": or_null(text()), "pretrained_netE": or_null(text())},
     "datasets.train.": _dataset | _train_dataset,
     "datasets.test.": _dataset | _test_dataset,
-    "netG.": {"net_type": Setting("tiny_clip, vrt or package.module:Class", is_network)},
+    "netG.": {"net_type": class_or("tiny_clip", "vrt", "rvrt")},
     "train.": _train,
     "val.": _val,
     "logging.": _logging,
@@ -156,7 +168,8 @@ _tiny_clip = {"netG.embed_dim": count(32), "netG.depth": count(5)}
 _VRT_SIZES = """
     upscale img_size window_size depths indep_reconsts embed_dims num_heads mul_attn_ratio spynet_path pa_frames
     deformable_groups nonblind_denoising use_checkpoint_attn use_checkpoint_ffn no_checkpoint_attn_blocks
-    no_checkpoint_ffn_blocks optical_flow in_chans out_chans recal_all_flows
+    no_checkpoint_ffn_blocks optical_flow in_chans out_chans recal_all_flows clip_size num_blocks inputconv_groups
+    attention_heads attention_window cpu_cache_length
 """
 _FILES = "io_backend filename_tmpl filename_ext"
 _FOUND = "folders, .lmdb folders and the names of frames are seen by what they are"
@@ -165,6 +178,8 @@ ABSENT = (
     | absent("datasets.train.", _FILES, _FOUND)
     | absent("datasets.test.", _FILES, _FOUND)
     | absent("datasets.test.", "num_frame", "whole clips are tested", -1)
+    | absent("datasets.train.", "sigma_min sigma_max temporal_scale color_jitter", "of data sets that are not read")
+    | absent("datasets.test.", "sigma temporal_scale pad_sequence", "of data sets that are not read")
     | absent("netG.", "init_type init_bn_type init_gain", "the network's own initialisation is used", "default")
     | absent("train.", "E_bn", "the average has the buffers of G")
 )
@@ -227,11 +242,15 @@ def _about_data(opt: Options) -> Iterator[str]:
         if not has_spikes(opt, split) and section[roots.pop()]:
             yield f"datasets.{split}.dataroot_spike needs a dataset_type with RGBSpike in its name"
         absent = [name for name in roots if section[name] is None]
-        if 0 < len(absent) < len(roots):
+        only_restore = split == "test" and absent == ["dataroot_gt"]
+        if 0 < len(absent) < len(roots) and not only_restore:
             yield f"datasets.{split} lacks {' and '.join(absent)}: name {', '.join(roots)}, or none of them"
     scale = opt["scale"]
-    if scale > 1 and (has_spikes(opt) or opt["netG"]["net_type"] == "tiny_clip"):
+    only_plain = has_spikes(opt) or opt["netG"]["net_type"] == "tiny_clip"
+    if scale > 1 and only_plain:
         yield f"scale must be 1, not {scale}, with tiny_clip and with spikes: these have half the sharp frames' height"
+    if only_plain and (data["pad_sequence"] or data["mirror_sequence"]):
+        yield "datasets.train.pad_sequence and mirror_sequence must be false with tiny_clip and with spikes"
     if data["gt_size"] % scale:
         yield f"datasets.train.gt_size {data['gt_size']} must be a multiple of scale {scale}"
 
@@ -241,7 +260,9 @@ def _about_training(train: Options) -> Iterator[str]:
         yield "train.G_scheduler_type MultiStepLR needs train.G_scheduler_milestones"
     if train["G_scheduler_type"] == "CosineAnnealingWarmRestarts" and train["G_scheduler_periods"] is None:
         yield "train.G_scheduler_type CosineAnnealingWarmRestarts needs train.G_scheduler_periods"
-    if train["fix_iter"] and not train["fix_keys"]:
+    if train["G_scheduler_eta_min"] > train["G_optimizer_lr"]:
+        yield "train.G_scheduler_eta_min must not be above train.G_optimizer_lr"
+    if train["fix_iter"] > 0 and not train["fix_keys"]:
         yield "train.fix_iter needs train.fix_keys: parts of the names of what to freeze until then"
 
 
@@ -265,6 +286,7 @@ def _fill_in(opt: Options) -> None:
     if opt["val"]["num_frame_testing"] is None:
         opt["val"]["num_frame_testing"] = opt["datasets"]["train"]["num_frame"]
     for split, data in opt["datasets"].items():
-        for name, part in (("dataroot_gt", "GT"), ("dataroot_lq", "GT_blurred"), ("dataroot_spike", "spike")):
-            if data[name] is None and (part != "spike" or has_spikes(opt, split)):
-                data[name] = str(ROOT / f"{split}_{part}")
+        if data["dataroot_lq"] is None:
+            data |= {"dataroot_gt": str(ROOT / f"{split}_GT"), "dataroot_lq": str(ROOT / f"{split}_GT_blurred")}
+            if has_spikes(opt, split):
+                data["dataroot_spike"] = str(ROOT / f"{split}_spike")

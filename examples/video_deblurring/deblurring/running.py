@@ -12,8 +12,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from shared.boards import Boards
-from shared.program import Parser, UserError, log_to, one_message, user_error
+from shared.program import NO_STEP, Parser, UserError, log_to, one_message, user_error
+from torch import Tensor
 
 import ddpkit
 from deblurring.options import Options, read_options, redacted
@@ -60,14 +62,6 @@ def visible_gpus(ids: list[int], visible: str | None) -> str:
     return ",".join(names[i] for i in ids if i < len(names))
 
 
-def count_workers(asked: int) -> int:
-    """Count the processes that are to load data for this rank: no more than it has cores, as the original's 32 are."""
-    most = max(1, len(os.sched_getaffinity(0)) // ddpkit.get_local_world_size())
-    if asked > most:
-        log.info("%d loading processes per rank instead of %d: there are no more cores", most, asked)
-    return min(asked, most)
-
-
 def open_folder(opt: Options) -> Path:
     """Makes the run's folder, begins its log and saves the options in it. Collective."""
     folder = ddpkit.run_on_main(_open_folder, opt)
@@ -97,15 +91,16 @@ def open_boards(opt: Options, folder: Path, step: int, run_id: str | None) -> Bo
     return Boards(step, folder / "tb_logger" if asked["use_tensorboard"] else None, wandb, run_id)
 
 
-class Speed:
-    """Counts images and optimiser steps, and the time they took; one image is one crop of one frame."""
+class News:
+    """Count what a run has done since it told last: its losses, its images (crops of one frame) and its time."""
 
-    def __init__(self) -> None:
-        self.reset()
+    def __init__(self, step: int, device: torch.device) -> None:
+        self.batches = 0
+        self.first_bad = torch.full((), NO_STEP, device=device)  # the first iteration whose loss here is not finite
+        self._begin_again(step)
 
-    def reset(self) -> None:
-        self.images = self.steps = 0
-        self._waited = 0.0
+    def _begin_again(self, step: int) -> None:
+        self._loss, self._images, self._waited, self._step = 0.0, 0, 0.0, step
         self._begun = time.perf_counter()
 
     def waiting(self, loader: Iterable[Any]) -> Iterator[Any]:
@@ -116,10 +111,20 @@ class Speed:
             yield batch
             begun = time.perf_counter()
 
-    def measured(self) -> tuple[float, float]:
-        """Images per second on this rank, and the share of its time in which it has waited for data."""
+    def add(self, loss: Tensor, sharp: Tensor, step: int) -> None:
+        """Count a batch of sharp frames and its loss, which is a part of that of the next iteration after `step`."""
+        self.first_bad = torch.where(loss.isfinite(), self.first_bad, self.first_bad.clamp(max=step + 1))
+        self._loss = self._loss + loss.detach()
+        self._images += sharp.shape[0] * sharp.shape[1]
+        self.batches += 1
+
+    def tell(self, step: int) -> dict[str, float]:
+        """Give the mean loss, images of all ranks per second and share of waiting since last time. Collective."""
+        loss = float(self._loss) / (step - self._step)
         seconds = time.perf_counter() - self._begun
-        return self.images / seconds, self._waited / seconds
+        loss, images, waited = ddpkit.all_reduce_mean((loss, self._images / seconds, self._waited / seconds))
+        self._begin_again(step)
+        return {"G_loss": loss, "images/s": images * ddpkit.get_world_size(), "waits": waited}
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -71,6 +71,8 @@ def _mean(rows: list[Scores]) -> Scores:
 
 def find_test_clips(opt: Mapping[str, Any]) -> list[Clip]:
     """Find the clips to test on; `tiny_clip` needs as many frames as it takes at once. Collective."""
+    if not opt["datasets"]["test"]["dataroot_gt"]:
+        log.info("datasets.test has no dataroot_gt: its frames are restored and written, not scored")
     least = opt["val"]["num_frame_testing"] if opt["netG"]["net_type"] == "tiny_clip" else 1
     return find_clips(opt["datasets"]["test"], least, opt["scale"])
 
@@ -80,8 +82,8 @@ def test(
 ) -> Report:
     """Restore and score every clip, each on one rank; all get the exact result. Collective.
 
-    Under `images`, `<clip>/<label>.png` shows a frame blurred, restored and sharp; with `save_img`
-    `<clip>/<frame>_<label>.png` is each restored frame, and `<clip>/<label>.mp4` a film.
+    Under `images`, `<clip>/<label>.png` shows a frame blurred, restored and sharp; with `save_img`, and where there are
+    no sharp frames, `<clip>/<frame>_<label>.png` is each restored frame, and `<clip>/<label>.mp4` a film.
     """
     ddpkit.sync_buffers(net)  # each rank has its own statistics of batches
     net = ddpkit.unwrap_model(net)  # ranks have different numbers of clips, and DDP's forward may wait
@@ -97,20 +99,24 @@ def test(
     return Report(frames, pictures)
 
 
-def tell(report: Report, here: str) -> dict[str, float]:
-    """Log a report in the original's words; return the averages by TensorBoard tag."""
+def tell(report: Report, folder: Path, step: int, epoch: int = 0) -> dict[str, float]:
+    """Log a report in the original's words and write it down; return the averages by TensorBoard tag. Collective."""
+    if not any(report.frames.values()):
+        log.info("restored %d clips: %s", len(report.frames), folder / "images")
+        return {}
     line = "PSNR: {psnr:.2f} dB; SSIM: {ssim:.4f}; PSNR_Y: {psnr_y:.2f} dB; SSIM_Y: {ssim_y:.4f}"
     for number, clip in enumerate(report.frames, 1):
         scores = report.clip(clip)["restored"]
         log.info(f"Testing {clip:20s} ({number:2d}/{len(report.frames)}) - {line.format(**scores)}")
     average = report.mean()["restored"]
-    log.info(f"{here}> Average {line.format(**average)}")
+    log.info(f"<epoch:{epoch:3d}, iter:{step:8,d}> Average {line.format(**average)}")
     log.info("%s", report.table())
+    ddpkit.run_on_main(_write_scores, folder, report, step)
     return {f"test/{name}": value for name, value in average.items()}
 
 
 @user_error("cannot write the scores", OSError)
-def write_scores(folder: Path, report: Report, step: int) -> None:
+def _write_scores(folder: Path, report: Report, step: int) -> None:
     """Leave a report as test.json, by clip and by frame, and as test.csv, a row for each frame and what was scored."""
     clips = {name: report.clip(name) for name in report.frames}
     content = {"iter": step, "mean": report.mean(), "clips": clips, "frames": report.frames}
@@ -124,32 +130,29 @@ def write_scores(folder: Path, report: Report, step: int) -> None:
 
 
 def _test_clip(
-    net: nn.Module,
-    clip: Clip,
-    opt: Mapping[str, Any],
-    device: torch.device,
-    images: Path,
-    label: str,
-    bar: tqdm,
+    net: nn.Module, clip: Clip, opt: Mapping[str, Any], device: torch.device, images: Path, label: str, bar: tqdm
 ) -> tuple[Frames, Picture]:
     begun = time.perf_counter()
     parts = {part: torch.from_numpy(clip.stack(part)) for part in clip.parts}
     restored = restore(net, parts, opt, device, bar.update)
     folder, middle = images / clip.name, len(clip) // 2
     numbers = [middle] if opt["val"]["center_frame_only"] else range(len(clip))
+    if "H" not in parts:
+        numbers = []
     scores: Frames = {}
     for number in numbers:
-        shown, sharp = _show(parts, restored, number, device)
+        shown = _show(parts, restored, number, device)
+        sharp = shown.pop("sharp")
         scores[clip.names[number]] = {what: measure(frame, sharp) for what, frame in shown.items()}
 
     def picture(number: int) -> Picture:
-        shown, sharp = _show(parts, restored, number, device)
+        shown = _show(parts, restored, number, device)
         shown.pop("injection", None)
-        return strip({what: _pixels(frame) for what, frame in (shown | {"sharp": sharp}).items()})
+        return strip({what: _pixels(frame) for what, frame in shown.items()})
 
     image = picture(middle)
     save(folder / f"{label}.png", image)
-    if opt["val"]["save_img"]:
+    if opt["val"]["save_img"] or "H" not in parts:
         for number, name in enumerate(clip.names):
             save(folder / f"{name}_{label}.png", _pixels(restored[number]))
         save_film(folder / f"{label}.mp4", map(picture, range(len(clip))))
@@ -157,19 +160,19 @@ def _test_clip(
     return scores, np.asarray(Image.fromarray(image).reduce(-(-image.shape[1] // WIDEST)))
 
 
-def _show(
-    parts: Mapping[str, Tensor], restored: Tensor, number: int, device: torch.device
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Make one frame, by what is scored, and the sharp one, all of the same size, in [0, 1]."""
+def _show(parts: Mapping[str, Tensor], restored: Tensor, number: int, device: torch.device) -> dict[str, Tensor]:
+    """Make one frame, by what is scored, and last the sharp one, if there is one, all of the same size, in [0, 1]."""
     frame = as_float({part: values[number : number + 1] for part, values in parts.items()}, device)
     blurred = frame["L"]
-    if blurred.shape != frame["H"].shape:
-        blurred = F.interpolate(blurred, frame["H"].shape[-2:], mode="bicubic")
+    if blurred.shape[-2:] != restored.shape[-2:]:
+        blurred = F.interpolate(blurred, restored.shape[-2:], mode="bicubic")
     shown = {"blurred": blurred[0]}
     if "S" in frame:
         shown["injection"] = inject_detail(blurred[None], frame["S"][None])[0, 0]
     shown["restored"] = restored[number].to(device)
-    return shown, frame["H"][0]
+    if "H" in frame:
+        shown["sharp"] = frame["H"][0]
+    return shown
 
 
 def _pixels(frame: Tensor) -> NDArray[np.uint8]:

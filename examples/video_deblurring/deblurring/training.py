@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from shared.program import UserError
 from torch import Tensor, nn
 
-from deblurring.networks import check_restored
+from deblurring.networks import check_restored, make_class
 
 
-def loss_of(restored: Tensor, sharp: Tensor, train: Mapping[str, Any]) -> Tensor:
-    """The mean loss that `train` names: l1, l2, or Charbonnier, which is l1 with a round corner at 0."""
-    check_restored(restored, sharp.shape)
-    difference = restored.float() - sharp
-    if train["G_lossfn_type"] == "l1":
-        loss = difference.abs()
-    elif train["G_lossfn_type"] == "l2":
-        loss = difference.square()
+def make_loss(train: Mapping[str, Any], device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+    """Make the loss that `train` names: Charbonnier, l1 with a round corner at 0, or the user's own. Collective."""
+    kind = train["G_lossfn_type"]
+    if ":" in kind:
+        measure = make_class("train.G_lossfn_type", kind, {}).to(device).eval().requires_grad_(False)
+    elif kind == "l1":
+        measure = nn.functional.l1_loss
+    elif kind == "l2":
+        measure = nn.functional.mse_loss
     else:
-        loss = (difference.square() + train["G_charbonnier_eps"]).sqrt()
-    return train["G_lossfn_weight"] * loss.mean()
+
+        def measure(restored: Tensor, sharp: Tensor) -> Tensor:
+            return ((restored - sharp).square() + train["G_charbonnier_eps"]).sqrt()
+
+    def loss_of(restored: Tensor, sharp: Tensor) -> Tensor:
+        check_restored(restored, sharp.shape)
+        return train["G_lossfn_weight"] * measure(restored.float(), sharp).mean()
+
+    return loss_of
 
 
 def learning_rate(train: Mapping[str, Any], step: int, base: float) -> float:
@@ -66,6 +74,10 @@ def make_optimizer(net: nn.Module, train: Mapping[str, Any]) -> torch.optim.Opti
     groups: dict[bool, list[nn.Parameter]] = {False: [], True: []}
     for name, parameter in net.named_parameters():
         groups[is_fixed(name, train)].append(parameter)
+    if train["fix_iter"] > 0 and not groups[False]:
+        raise UserError(
+            f"train.fix_keys: every parameter has one of {train['fix_keys']} in its name, so nothing would train"
+        )
     lr = train["G_optimizer_lr"]
     settings = [{"params": groups[False], "base_lr": lr}, {"params": groups[True], "base_lr": lr * train["fix_lr_mul"]}]
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[train["G_optimizer_type"]]

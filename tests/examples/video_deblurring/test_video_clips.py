@@ -29,6 +29,7 @@ def section(root: Path, split: str = "train", **changes: Any) -> dict[str, Any]:
     roots = {f"dataroot_{key}": f"{root}/{split}_{part}" for key, part in video.PARTS.items()}
     settings = {"meta_info_file": None, "cache_data": True, "num_frame": 3, "gt_size": 16}
     settings |= {"interval_list": [1], "random_reverse": False, "val_partition": None}
+    settings |= {"pad_sequence": False, "mirror_sequence": False}
     return {**roots, **settings, "use_hflip": True, "use_rot": True, **changes}
 
 
@@ -66,6 +67,12 @@ def test_prepare_leaves_alone_what_is_complete_and_makes_what_is_not(prepared: P
     lost.unlink()
     assert list(prepare(prepared, [CARPHONE])) == [(CARPHONE, True)]
     assert lost.read_bytes() == content and before.keys() == set(prepared.rglob("*.*"))
+
+
+def test_prepare_does_not_take_what_another_version_has_made(tmp_path: Path) -> None:
+    (tmp_path / "prepared.json").write_text('{"window": 7}')
+    with pytest.raises(UserError, match="was made by another version of this program: delete it, or name another with"):
+        list(prepare(tmp_path, [CARPHONE]))
 
 
 def test_prepare_does_not_touch_data_of_others(tmp_path: Path) -> None:
@@ -169,6 +176,16 @@ def test_only_the_clips_that_the_list_names_are_read(tiny: Path, tmp_path: Path)
     (tmp_path / "list.txt").write_text("b\n\n")
     (clip,) = find_clips(section(tiny, meta_info_file=str(tmp_path / "list.txt"), dataroot_spike=None), 3)
     assert clip.parts == ("H", "L")
+
+
+def test_a_clip_that_is_linked_twice_counts_twice(tiny: Path, tmp_path: Path) -> None:
+    for part in ("GT", "GT_blurred"):
+        (tmp_path / f"train_{part}").mkdir()
+        for name, clip in (("a", "a"), ("b", "b"), ("b_again", "b")):
+            (tmp_path / f"train_{part}" / name).symlink_to(tiny / f"train_{part}" / clip)
+    data = section(tmp_path, dataroot_spike=None)
+    drawn = [clip.name for clip, _ in Crops(find_clips(data, 3), data, seed=0).places]
+    assert drawn.count("b_again") == drawn.count("b") > 0 and "a" in drawn
 
 
 def frames_of(clips: list[Clip]) -> dict[str, list[np.ndarray]]:
@@ -287,6 +304,32 @@ def test_samples_may_skip_frames_and_go_backwards(tiny: Path) -> None:
     assert directions == {False, True}
 
 
+@pytest.mark.parametrize("lmdb", [False, True])
+def test_clips_of_vimeo_are_padded_or_mirrored_in_time(tiny: Path, tmp_path: Path, lmdb: bool) -> None:
+    for part in ("GT", "GT_blurred"):
+        folder = tmp_path / f"train_{part}" / "00001/0007"
+        folder.mkdir(parents=True)
+        for number, file in enumerate(sorted((tiny / f"train_{part}/a").iterdir()), 1):
+            shutil.copy(file, folder / f"im{number}.png")
+        if lmdb:
+            pytest.importorskip("lmdb")
+            video.write_lmdb(tmp_path / f"train_{part}", tmp_path / f"train_{part}.lmdb")
+    (tmp_path / "list.txt").write_text("00001/0007 6 (32,48,3)\n")
+    data = section(tmp_path, dataroot_spike=None, meta_info_file=str(tmp_path / "list.txt"), num_frame=6)
+    data |= {key: f"{data[key]}.lmdb" for key in ("dataroot_gt", "dataroot_lq") if lmdb} | {"random_reverse": True}
+    clips = find_clips(data, 6)
+    assert [(clip.name, clip.names[-1]) for clip in clips] == [("00001/0007", "im6")]
+    plain, padded, mirrored = (
+        Crops(clips, data | changes, seed=0) for changes in ({}, {"pad_sequence": True}, {"mirror_sequence": True})
+    )
+    for index, sample in enumerate(plain):
+        for part in "HL":
+            frames = sample[part]
+            assert np.array_equal(padded[index][part], np.concatenate([frames, frames[-1:]]))
+            assert np.array_equal(mirrored[index][part], np.concatenate([frames, frames[::-1]]))
+    assert len({sample["L"].tobytes() for sample in plain}) > 1
+
+
 def _corner(crop: np.ndarray, frame: np.ndarray) -> tuple[int, int]:
     """Where a crop of 16 x 16 was cut out of a frame."""
     for top in range(0, frame.shape[1] - 15, 2):
@@ -306,6 +349,8 @@ def test_at_a_scale_both_crops_show_the_same_place(tmp_path: Path) -> None:
     data = section(tmp_path, dataroot_spike=None, gt_size=18)
     with pytest.raises(UserError, match=r"GT_blurred/a/0.png holds \(12, 16, 3\), but \(36, 48, 3\) fits"):
         find_clips(data, 3)
+    (alone,) = find_clips(data | {"dataroot_gt": None}, 3, scale=3)
+    assert alone.parts == ("L",) and alone.shapes["L"] == (12, 16, 3) and (alone.height, alone.width) == (36, 48)
     crops = Crops(find_clips(data, 3, scale=3), data, seed=0, scale=3)
     for index in range(len(crops)):
         sample = crops[index]

@@ -77,7 +77,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ("train", 3, "train must be a section: {"),
         ("train__E_decay", 1.0, "train.E_decay must be a number in [0, 1), not 1.0"),
         ("train__E_decay", float("nan"), "train.E_decay must be a number in [0, 1), not NaN"),
-        ("train__G_lossfn_type", "l3", "must be 'l1' or 'l2' or 'charbonnier', not \"l3\""),
+        ("train__G_lossfn_type", "l3", 'must be l1, l2, charbonnier or package.module:Class, not "l3"'),
         ("train__G_scheduler_milestones", [5, 3], "a list of growing numbers of iterations, not [5, 3]"),
         ("train__G_optimizer_betas", [0.9], "two numbers in [0, 1)"),
         ("datasets__train__gt_size", 15, "an even number of at least 8, not 15"),
@@ -85,7 +85,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ("task", "", "task must be a text"),
         ("scale", 2, "scale must be 1, not 2, with tiny_clip and with spikes"),
         ("scale", 5, "scale must be 1 or 2 or 3 or 4, not 5"),
-        ("netG__net_type", "VRT", 'netG.net_type must be tiny_clip, vrt or package.module:Class, not "VRT"'),
+        ("netG__net_type", "VRT", 'netG.net_type must be tiny_clip, vrt, rvrt or package.module:Class, not "VRT"'),
         ("netG__depht", 2, "netG.depht is unknown"),
         ("netG", 3, "netG must be a section"),
         (
@@ -100,6 +100,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ("train__G_scheduler_periods", None, "needs train.G_scheduler_periods"),
         ("train__G_optimizer_lr", 0, "train.G_optimizer_lr must be a number in (0, inf), not 0"),
         ("datasets__train__dataroot_lq", None, "datasets.train lacks dataroot_lq: name dataroot_gt, dataroot_lq, data"),
+        ("datasets__train__dataroot_gt", None, "datasets.train lacks dataroot_gt: name dataroot_gt, dataroot_lq, data"),
+        ("datasets__test__dataroot_lq", None, "datasets.test lacks dataroot_lq"),
+        ("train__G_scheduler_gamma", 1.5, "train.G_scheduler_gamma must be a number in (0, 1], not 1.5"),
+        ("train__G_scheduler_eta_min", 1.0, "train.G_scheduler_eta_min must not be above train.G_optimizer_lr"),
+        ("train__G_charbonnier_eps", 0, "train.G_charbonnier_eps must be a number in (0, inf), not 0"),
         ("train__fix_iter", 3, "train.fix_iter needs train.fix_keys"),
         ("val__num_frame_testing", 4, "val.num_frame_testing must be datasets.train.num_frame, 3"),
         ("val__num_frame_overlapping", 3, "val.num_frame_overlapping must be less than the 3 frames"),
@@ -162,6 +167,66 @@ def test_the_originals_options_are_taken_and_the_network_gets_its_own(caplog: py
     (line,) = caplog.messages
     assert "train.io_backend, datasets.train.filename_tmpl, datasets.test.io_backend (folders, .lmdb folders" in line
     assert complete(redacted(opt)) == opt
+
+
+VIMEO = {
+    "scale": 4,
+    "datasets__train__dataset_type": "VideoRecurrentTrainVimeoDataset",
+    "datasets__train__random_reverse": True,
+    "datasets__train__pad_sequence": True,
+}
+RVRT = {"netG": {"net_type": "rvrt", "clip_size": 2, "window_size": [2, 8, 8], "cpu_cache_length": 100}}
+MIRRORED = (
+    VIMEO | RVRT | {"datasets__train__mirror_sequence": True, "train__fix_iter": -1, "train__fix_keys": ["spynet"]}
+)
+NOISY = {
+    "datasets__train__dataset_type": "VideoRecurrentTrainNonblindDenoisingDataset",
+    "datasets__train__sigma_min": 0,
+    "datasets__train__sigma_max": 50,
+    "datasets__test__sigma": 30,
+}
+BETWEEN = {
+    "datasets__train__dataset_type": "VideoRecurrentTrainVimeoVFIDataset",
+    "datasets__train__temporal_scale": 2,
+    "datasets__train__color_jitter": True,
+    "datasets__test__pad_sequence": False,
+    "datasets__test__temporal_scale": 2,
+    "train__fix_iter": -1,
+}
+REDS = {"scale": 4, "datasets__train__val_partition": "REDS4", "val__num_frame_testing": 40}
+NO_NOISE = r"datasets.train.dataset_type must be .*noise is not added .*: write noisy frames to dataroot_lq\), not .*"
+FIFTEEN = {  # option files in KAIR's options/vrt and options/rvrt: what is special in each, and why it is refused
+    "vrt/001": (REDS, ""),
+    "vrt/002": (REDS, ""),
+    "vrt/003": (VIMEO, ""),
+    "vrt/004": (VIMEO, ""),
+    "vrt/005": ({}, ""),
+    "vrt/006": ({}, ""),
+    "vrt/007": ({"datasets__train__val_partition": "REDS4"}, ""),
+    "vrt/008": (NOISY, NO_NOISE),
+    "vrt/009": (BETWEEN, NO_NOISE),
+    "rvrt/001": (REDS | RVRT | {"val__num_frame_testing": 0}, ""),
+    "rvrt/002": (MIRRORED, ""),
+    "rvrt/003": (MIRRORED, ""),
+    "rvrt/004": (RVRT, ""),
+    "rvrt/005": (RVRT, ""),
+    "rvrt/006": (RVRT | NOISY, NO_NOISE),
+}
+
+
+@pytest.mark.parametrize(("changes", "refused"), FIFTEEN.values(), ids=FIFTEEN)
+def test_which_of_the_originals_option_files_are_read(changes: dict[str, Any], refused: str) -> None:
+    asked = KAIRS | changes
+    if refused:
+        with pytest.raises(UserError) as error:
+            checked(**asked)
+        assert re.fullmatch(refused, str(error.value))
+        return
+    opt = checked(**asked)
+    assert opt["netG"]["net_type"] == asked["netG"]["net_type"]
+    if "datasets__train__mirror_sequence" in changes:
+        with pytest.raises(UserError, match=r"train.num_frame must be .* at least 1 \(7 for Vimeo-90K\), not -1"):
+            checked(**asked, datasets__train__num_frame=-1)  # as the original has it, which finds no frames then
 
 
 def test_arguments_of_a_network_may_stand_on_the_command_line() -> None:

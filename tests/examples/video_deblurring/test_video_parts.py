@@ -13,15 +13,16 @@ import numpy as np
 import pytest
 import torch
 from deblurring.checkpoints import load_weights
+from deblurring.data import count_workers
 from deblurring.networks import TinyClip, as_float, inject_detail
-from deblurring.running import count_workers, visible_gpus
+from deblurring.running import visible_gpus
 from deblurring.testing import measure, psnr, save_film, ssim, strip
 from deblurring.tiles import restore, starts
 from deblurring.training import (
     cut_short,
     freeze,
     learning_rate,
-    loss_of,
+    make_loss,
     make_optimizer,
     set_learning_rates,
     take_settings,
@@ -29,6 +30,7 @@ from deblurring.training import (
 )
 from shared.program import UserError
 
+CPU = torch.device("cpu")
 TRAIN: dict[str, Any] = {
     "total_iter": 100,
     "G_lossfn_type": "l1",
@@ -102,9 +104,11 @@ def test_losses_are_those_of_the_formula(kind: str, expected: float) -> None:
     train = TRAIN | {"G_lossfn_type": kind, "G_charbonnier_eps": 16.0 if kind == "charbonnier" else 0.0}
     if kind == "charbonnier":
         expected = (math.sqrt(1 + 16) + 5) / 2
-    found = loss_of(torch.tensor([1.0, 3.0]), torch.tensor([2.0, 0.0]), train)
+    found = make_loss(train, CPU)(torch.tensor([1.0, 3.0]), torch.tensor([2.0, 0.0]))
     assert found.item() == pytest.approx(expected)
-    assert loss_of(torch.ones(1), torch.zeros(1), train | {"G_lossfn_weight": 0.0}).item() == 0
+    assert make_loss(train | {"G_lossfn_weight": 2.0}, CPU)(torch.ones(1), torch.ones(1)) == 2 * (
+        4.0 if kind[0] == "c" else 0.0
+    )
 
 
 def test_a_restored_optimizer_takes_the_tested_of_the_options_and_keeps_its_moments() -> None:
@@ -128,6 +132,8 @@ def test_frozen_parts_do_not_move_and_have_a_learning_rate_of_their_own() -> Non
     assert not freeze(net, train, 3) and all(parameter.requires_grad for parameter in net.parameters())
     with pytest.raises(UserError, match="no parameter has 'spynet' in its name; the first ones are first.weight"):
         make_optimizer(net, train | {"fix_keys": ["body", "spynet"]})
+    with pytest.raises(UserError, match=r"every parameter has one of \['i', 'o'\] in its name, so nothing would train"):
+        make_optimizer(net, train | {"fix_keys": ["i", "o"]})
 
 
 def test_the_moving_average_is_that_of_the_formula() -> None:
@@ -178,9 +184,6 @@ def settings(scale: int = 1, window_size: list[int] | None = None, **val: Any) -
 
 def bytes_of(*shape: int, most: int = 255) -> torch.Tensor:
     return torch.randint(0, most + 1, shape, dtype=torch.uint8)
-
-
-CPU = torch.device("cpu")
 
 
 class Marked(torch.nn.Module):

@@ -133,6 +133,7 @@ def runs(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     workers = {f"datasets__train__{key}": value for key, value in workers.items()}
     torch.manual_seed(0)
     torch.save({"params": Net(4).state_dict(), "params_ema": Net(4).state_dict()}, root / "released.pth")
+    apart = {"train__G_lossfn_type": "somebodys.nets:Apart", "train__total_iter": 2}
     frozen = {"train__fix_iter": 5, "train__fix_keys": ["body"], "use_static_graph": True}
     printed = {
         2: outputs(
@@ -152,7 +153,7 @@ def runs(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
                         datasets__train__dataloader_batch_size_is="per_rank",
                         train__total_iter=1,
                     ),
-                    call("rgb", "rgb", **RGB, train__total_iter=2),
+                    call("rgb", "rgb", **RGB, **apart),
                     call("own", "own", **own(root / "released.pth"), train__total_iter=4),
                     call("test2", "whole2", TEST),
                 ],
@@ -161,8 +162,11 @@ def runs(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     }
     for copy in ("half1", "slower"):
         shutil.copytree(root / "half", root / copy)
-    printed[3] = outputs(launch(3, [call("resumed3", "half", logging__use_wandb=True), call("test3", "whole2", TEST)]))
+    blind = {"datasets__test__dataroot_gt": None, "path__pretrained_netE": str(root / "whole2/tiny/models/12_E.pth")}
+    three = [call("resumed3", "half", logging__use_wandb=True), call("test3", "whole2", TEST)]
+    printed[3] = outputs(launch(3, [*three, call("blind3", "blind3", TEST, **blind)]))
     one = [call("resumed1", "half1"), call("whole1", "whole1"), call("test1", "whole2", TEST)]
+    one += [call("blind1", "blind1", TEST, **blind), call("rgb1", "rgb1", **RGB, **apart)]
     one += [call("owntest", "own", TEST, **own(root / "released.pth"))]
     one += [
         call(
@@ -307,6 +311,24 @@ def test_a_run_leaves_the_folders_of_the_original(runs: Runs) -> None:
     assert len(shown) == 4 and shown[0].shape == (height, 3 * width, 3)
 
 
+def test_without_sharp_frames_the_ranks_write_the_restored_ones(runs: Runs) -> None:
+    root, printed = runs
+    pictures = []
+    for ranks in (1, 3):
+        assert "no dataroot_gt: its frames are restored and written, not scored" in printed[ranks][0][f"blind{ranks}"]
+        folder = root / f"blind{ranks}/tiny"
+        files = {path.relative_to(folder / "images").as_posix(): path for path in folder.glob("images/*/*.png")}
+        pictures.append({name: picture(path) for name, path in files.items()})
+        assert not list(folder.glob("test.*"))
+    one, three = pictures
+    frames = {f"{clip}/{i:06d}" for clip, (n, _, _) in video.SIZES["test"].items() for i in range(n)}
+    assert one.keys() == three.keys() == {f"{frame}_0.png" for frame in frames} | {f"{clip}/0.png" for clip in "xyz"}
+    for name, shown in one.items():
+        assert np.array_equal(shown, three[name])
+    for frame in frames:  # as the test with sharp frames has written them
+        assert np.array_equal(one[f"{frame}_0.png"], picture(root / f"whole2/tiny/images/{frame}_12.png"))
+
+
 def test_tensorboard_gets_what_the_log_says(runs: Runs) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -355,10 +377,14 @@ def test_a_run_that_goes_on_is_the_same_run_of_weights_and_biases(runs: Runs) ->
     assert list((runs[0] / "half/tiny/wandb").rglob("media/images/test/x_*.png"))
 
 
-def test_without_spikes_and_in_mixed_precision_it_trains_too(runs: Runs) -> None:
+def test_without_spikes_with_another_loss_and_in_mixed_precision_it_trains_too(runs: Runs) -> None:
     root, printed = runs
     report = json.loads((root / "rgb/tiny/test.json").read_text())
     assert set(report["clips"]["x"]) == {"blurred", "restored"}
+    one, two = (weights(root / folder, 2) for folder in ("rgb1", "rgb"))  # the loss is somebody's, with weights
+    assert near(one, two) and one["last.weight"].any()
+    losses = [LINE.findall(text)[0][3] for text in (printed[1][0]["rgb1"], printed[2][0]["rgb"])]
+    assert float(losses[0]) == pytest.approx(float(losses[1]), rel=2e-3)
     plain = float(LINE.findall(printed[1][0]["whole1"])[0][3])
     for kind in ("bf16", "fp16"):
         ((*_, loss),) = LINE.findall(printed[1][0][f"amp_{kind}"])
@@ -420,7 +446,12 @@ def test_what_cannot_be_done_is_said_once_and_all_ranks_end(runs: Runs, clips: P
         "depht": (
             TRAIN,
             {"netG": {"net_type": "somebodys.nets:Net", "width": 4, "depht": 2}},
-            r"netG: somebodys.nets:Net\(width.*, depth.*\).*: got an unexpected keyword argument 'depht'",
+            r"netG.net_type: somebodys.nets:Net\(width.*, depth.*\).*: got an unexpected keyword argument 'depht'",
+        ),
+        "loss": (
+            TRAIN,
+            {"train__G_lossfn_type": "somebodys.nets:Net"},
+            r"train.G_lossfn_type: somebodys.nets:Net\(width.*: missing a required argument: 'width'",
         ),
         "middle": (
             TRAIN,
