@@ -28,6 +28,11 @@ from typing import Any
 import numpy as np
 from shared.program import UserError
 
+RLDS = (
+    "RLDS and DROID's raw episodes are not read: convert them to LeRobot's format, in which lerobot/droid_1.0.1 on "
+    "Hugging Face's hub already is, or to robomimic's, and name the result in train.data_path"
+)
+
 
 def open_format(path: str) -> Format:
     """Open what is at a path; once in every process, for open files must not be shared by forked ones."""
@@ -64,6 +69,8 @@ class Shards:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.files = sorted(path.name for path in folder.glob("episodes-*.npz"))
+        if not self.files and any(folder.rglob("*.tfrecord*")):
+            raise UserError(f"{folder} holds TFRecords, but {RLDS}")
         if not self.files:
             raise UserError(
                 f"there are no demonstrations in {folder}. Make some:  python -m robot.collect --folder {folder}"

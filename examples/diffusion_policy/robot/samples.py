@@ -96,6 +96,9 @@ def read_episode(path: str, name: str, entries: Entries) -> tuple[np.ndarray, np
 
     def together(names: Sequence[str]) -> np.ndarray:
         parts = [demonstrations.read(name, entry) for entry in names]
+        texts = [entry for entry, part in zip(names, parts, strict=True) if part.dtype.kind not in "biuf"]
+        if texts:
+            raise UserError(f"{path}: {', '.join(texts)} holds no numbers: leave it out (there is no language here)")
         flat = [part.reshape(len(part), -1).astype(np.float32) for part in parts]
         return np.concatenate(flat, axis=1)
 

@@ -66,6 +66,7 @@ def write_robomimic(folder: Path, episodes: Episodes) -> dict[str, str]:
             demo = data.create_group(f"demo_{number}")
             demo.attrs["num_samples"] = len(episode["actions"])
             demo.create_dataset("actions", data=episode["actions"])
+            demo.create_dataset("obs/language_raw", data=[b"pick up the block"] * len(episode["actions"]))
             demo.create_dataset("states", data=np.zeros((len(episode["actions"]), 7)))
             for name, key in (("robot0_eef_pos", "state"), ("object", "goal"), ("agentview_image", "frames")):
                 demo.create_dataset(f"obs/{name}", data=episode[key], compression="gzip")
@@ -300,6 +301,12 @@ def test_what_cannot_be_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
             scan(read_config([f"train.data_path={written['path']}", given]))
     with pytest.raises(UserError, match="episode demo_0 is broken: object holds no pictures"):
         scan(read_config([f"train.data_path={written['path']}", "observation.modalities.obs.rgb=[object]"]))
+    with pytest.raises(UserError, match="language_raw holds no numbers: leave it out .there is no language"):
+        scan(read_config([f"train.data_path={written['path']}", "observation.modalities.obs.low_dim=[language_raw]"]))
+    (tmp_path / "droid" / "1.0.1").mkdir(parents=True)
+    (tmp_path / "droid" / "1.0.1" / "droid-train.tfrecord-00000-of-00001").touch()
+    with pytest.raises(UserError, match="droid holds TFRecords, but RLDS .* not read: convert them to LeRobot's"):
+        scan(read_config([f"train.data_path={tmp_path}/droid"]))
     index = scan(read_config(arguments(write_replay_buffer(tmp_path, make_episodes()))))
     with pytest.raises(UserError, match="name no environment .*experiment.rollout.enabled=false"):
         train.try_environment(index)
