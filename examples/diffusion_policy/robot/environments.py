@@ -199,7 +199,9 @@ class Learned:
         self.plan: list[np.ndarray] = []
 
     def act(self, seen: Seen) -> np.ndarray:
-        numbers = [seen[name].reshape(len(seen[name]), -1) for name in self.entries.numbers]
+        count = len(self.generators)
+        numbers = [np.zeros((count, 0), np.float32)]  # a policy may see pictures alone
+        numbers += [seen[name].reshape(count, -1) for name in self.entries.numbers]
         used = {name: seen[name] for name in self.entries.cameras}
         used["observations"] = np.concatenate(numbers, axis=1)
         self.seen.extend([used] * (1 if self.seen else self.policy.observation_horizon))

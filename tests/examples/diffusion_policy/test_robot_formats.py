@@ -14,7 +14,9 @@ import torch
 from PIL import Image
 from robot import train
 from robot.config import read_config
+from robot.environments import Learned
 from robot.formats import open_format
+from robot.policy import DiffusionPolicy
 from robot.samples import Samples, make_loader, scan, write_shard
 from shared.program import UserError
 from shared.settings import nested
@@ -240,11 +242,29 @@ def test_samples_are_what_was_written(write: Writer, tmp_path: Path) -> None:
     assert len(found) == sum(LENGTHS)
 
 
-@pytest.mark.parametrize("write", [write_robomimic, write_replay_buffer, write_lerobot_2])
+@pytest.mark.parametrize("write", [write_robomimic, write_lerobot_2])
 def test_numbers_are_all_that_the_format_has_if_none_are_named(write: Writer, tmp_path: Path) -> None:
     path = write(tmp_path, make_episodes())["path"]
     index = scan(read_config([f"train.data_path={path}"]))
     assert len(index.statistics.mean) == 5 and not index.entries.cameras and index.picture_size is None
+
+
+def test_a_replay_buffers_state_is_observed_if_nothing_is_named_or_its_arrays_are_listed(tmp_path: Path) -> None:
+    path = write_replay_buffer(tmp_path, make_episodes())["path"]
+    index = scan(read_config([f"train.data_path={path}"]))
+    assert index.entries.numbers == ("state",) and len(index.statistics.mean) == 3
+    (tmp_path / "buffer.zarr" / "data" / "state").rename(tmp_path / "buffer.zarr" / "data" / "robot_eef_pose")
+    path = str((tmp_path / "buffer.zarr").rename(tmp_path / "real.zarr"))
+    with pytest.raises(UserError, match="does not say what is observed: .* among action, goal, img, robot_eef_pose"):
+        scan(read_config([f"train.data_path={path}"]))
+    only_pictures = read_config([f"train.data_path={path}", "observation.modalities.obs.rgb=[img]", *SMALL])
+    index = scan(only_pictures)
+    (batch,) = make_loader(index, only_pictures | {"experiment.epoch_every_n_steps": 1}, 4)
+    policy = DiffusionPolicy(only_pictures, index.statistics, index.entries.cameras)
+    assert batch["observations"].shape == (4, 2, 0) and policy(batch).shape == (4,)
+    player = Learned(policy, index.entries)
+    player.begin([1, 2])
+    assert player.act({"img": batch["img"][:2, 0].numpy()}).shape == (2, 2)
 
 
 def test_robomimics_subsets_are_used(tmp_path: Path) -> None:
