@@ -71,6 +71,11 @@ class Index:
     picture_size: tuple[int, int] | None  # height and width of all cameras
 
     @property
+    def rendered_size(self) -> tuple[int, int] | None:
+        """Height and width of what the policy sees of an environment's rendering, if it sees that."""
+        return self.picture_size if "camera" in self.entries.cameras else None
+
+    @property
     def steps(self) -> list[int]:
         return [sum(episode.steps for episode in folder) for folder in self.folders]
 
