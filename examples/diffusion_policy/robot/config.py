@@ -114,7 +114,12 @@ SETTINGS = {
     f"{_RGB}obs_randomizer_class": or_null(_RANDOMIZER),  # crops at random, in acting the middle
     f"{_RGB}obs_randomizer_kwargs.crop_height": or_null(count()),
     f"{_RGB}obs_randomizer_kwargs.crop_width": or_null(count()),
-    f"{_RGB}core_kwargs.backbone_class": choice("ResNet18Conv"),
+    f"{_RGB}core_kwargs.backbone_class": choice(
+        "ResNet18Conv",
+        "ResNet34Conv",  # these need torchvision
+        "ResNet50Conv",
+        "ResNet101Conv",
+    ),
     f"{_RGB}core_kwargs.backbone_kwargs.width": count(64, low=8),  # channels of the first stage
     f"{_RGB}core_kwargs.backbone_kwargs.weights": or_null(text()),  # file to begin with; null: at random
     f"{_RGB}core_kwargs.feature_dimension": count(64),  # per camera
@@ -239,5 +244,7 @@ def _contradictions(config: Config) -> Iterable[str]:
     given = [config[f"{kwargs}height"], config[f"{kwargs}width"]]
     if config[f"{_RGB}obs_randomizer_class"] and None in given:
         yield f"{_RGB}obs_randomizer_class CropRandomizer needs {kwargs}height and {kwargs}width"
+    if config[f"{_CORE}backbone_class"] != "ResNet18Conv" and config[f"{_CORE}backbone_kwargs.width"] != 64:
+        yield f"{_CORE}backbone_kwargs.width is for ResNet18Conv; others have 64 channels at first"
     if config["experiment.save.on_best_validation"] and not config["experiment.validate"]:
         yield "experiment.save.on_best_validation needs experiment.validate=true"
