@@ -38,7 +38,7 @@ def user_error(about: str, *kinds: type[Exception]) -> Iterator[None]:
 EXPECTED = (UserError, ddpkit.CheckpointError)
 
 
-def find_class(setting: str, name: str) -> Callable[..., torch.nn.Module]:
+def find_class(setting: str, name: str) -> Callable[..., Any]:
     """Import a class of the user's, "package.module:Class", from the folder in which the program was started, too."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())

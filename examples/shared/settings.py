@@ -34,12 +34,16 @@ class Absent(Setting):
     """A setting of the original without a meaning here: the reason in place of what is expected."""
 
 
+class Refused(Absent):
+    """One that asks for what cannot be left out in silence: what is missing and what to do in place of the reason."""
+
+
 Table = Mapping[str, Setting]  # by dotted name, as everything here
 
 
-def absent(section: str, names: str, reason: str, *neutral: Any) -> dict[str, Setting]:
+def absent(section: str, names: str, reason: str, *neutral: Any, kind: type[Absent] = Absent) -> dict[str, Setting]:
     """Take settings of a section that have no meaning here; the neutral values ask for nothing."""
-    setting = Absent(reason, lambda value: value in (None, False, *neutral))
+    setting = kind(reason, lambda value: value in (None, False, *neutral))
     return {f"{section}{name}": setting for name in names.split()}
 
 
@@ -153,7 +157,9 @@ def fill_in(
                 settings[key] = value
             if setting.fits(value):
                 continue
-            if key in known:
+            if isinstance(setting, Refused):
+                problems.append(f"{key} is {json.dumps(value)} ({source}), but {setting.expected}")
+            elif key in known:
                 found = shown(key, json.dumps(value))
                 problems.append(f"{key} must be {setting.expected}, not {found} ({source})")
             else:

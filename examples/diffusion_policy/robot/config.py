@@ -12,6 +12,7 @@ from typing import Any
 from shared.program import UserError
 from shared.settings import (
     COMMAND_LINE,
+    Refused,
     Setting,
     absent,
     choice,
@@ -28,6 +29,8 @@ from shared.settings import (
     text,
 )
 
+from .formats import RLDS
+
 Config = dict[str, Any]
 
 
@@ -36,6 +39,7 @@ def is_text_or_texts(value: Any) -> bool:
 
 
 _RGB = "observation.encoder.rgb."
+_RANDOMIZER = Setting("'CropRandomizer', alone and not in a list", lambda value: value == "CropRandomizer")
 SETTINGS = {
     "algo_name": choice("diffusion_policy"),
     "experiment.name": text("fetch_pick_and_place"),
@@ -107,10 +111,15 @@ SETTINGS = {
     "observation.modalities.obs.low_dim": many(text(), []),  # observed numbers; []: what the format has
     "observation.modalities.obs.rgb": many(text(), []),  # cameras
     f"{_RGB}size": or_null(pair("a height and a width", count())),  # that pictures are scaled to
-    f"{_RGB}obs_randomizer_class": or_null(choice("CropRandomizer")),  # crops at random, in acting the middle
+    f"{_RGB}obs_randomizer_class": or_null(_RANDOMIZER),  # crops at random, in acting the middle
     f"{_RGB}obs_randomizer_kwargs.crop_height": or_null(count()),
     f"{_RGB}obs_randomizer_kwargs.crop_width": or_null(count()),
-    f"{_RGB}core_kwargs.backbone_class": choice("ResNet18Conv"),
+    f"{_RGB}core_kwargs.backbone_class": choice(
+        "ResNet18Conv",
+        "ResNet34Conv",  # these need torchvision
+        "ResNet50Conv",
+        "ResNet101Conv",
+    ),
     f"{_RGB}core_kwargs.backbone_kwargs.width": count(64, low=8),  # channels of the first stage
     f"{_RGB}core_kwargs.backbone_kwargs.weights": or_null(text()),  # file to begin with; null: at random
     f"{_RGB}core_kwargs.feature_dimension": count(64),  # per camera
@@ -121,13 +130,21 @@ ALIASES = {"train.optim_params.": "algo.optim_params."}  # the guide's spelling
 _RATE = "algo.optim_params.policy.learning_rate."
 _CORE = f"{_RGB}core_kwargs."
 _DRAWN = "actions are drawn by DDIM, clipped"
+_BY_PATH = "sets are found by their paths: list them in train.data_path, their shares in train.sample_weights"
+_NO_SUBSAMPLES = "samples are drawn from all steps of all episodes: leave it out"
+_NO_LANGUAGE = "policies take no language: take VisualCore, or leave it out"
 ABSENT = (
-    absent("observation.modalities.obs.", "depth scan", "policies see numbers and pictures", [])
+    absent("train.", "data_format", f"{RLDS}, without this key", "robomimic", kind=Refused)
+    | absent("train.", "dataset_names", _BY_PATH, [], kind=Refused)
+    | absent("train.", "subsample_length", _NO_SUBSAMPLES, kind=Refused)
+    | absent(_RGB, "core_class", _NO_LANGUAGE, "VisualCore", kind=Refused)
+    | absent("observation.modalities.obs.", "depth scan", "policies see numbers and pictures", [])
     | absent("observation.modalities.goal.", "low_dim rgb depth scan", "policies see no goal besides", [])
     | absent("observation.encoder.", "low_dim depth scan", "only pictures are encoded")
-    | absent(_RGB, "core_class", "pictures are encoded by a ResNet-18", "VisualCore")
+    | absent("observation.", "image_dim", "observation.encoder.rgb.size says it", [])
+    | absent(_RGB, "fuser input_maps", "the features of all cameras stand side by side", {})
     | absent(_CORE, "flatten", "features are a vector", True)
-    | absent(f"{_CORE}backbone_kwargs.", "pretrained input_coord_conv", "weights names a file")
+    | absent(f"{_CORE}backbone_kwargs.", "pretrained input_coord_conv use_cam downsample", "weights names a file")
     | absent(f"{_CORE}pool_kwargs.", "learnable_temperature noise_std output_variance", "points are all there is", 0)
     | absent(f"{_CORE}pool_kwargs.", "temperature", "it is 1", 1)
     | absent(f"{_RGB}obs_randomizer_kwargs.", "num_crops pos_enc", "a sample has one crop", 1)
@@ -141,12 +158,16 @@ ABSENT = (
     | absent("train.", "data", "train.data_path names files and folders")
     | absent("train.", "hdf5_cache_mode hdf5_use_swmr hdf5_load_next_obs", "numbers are cached, pictures are not")
     | absent("train.", "hdf5_normalize_obs", "observations are always normalised", True)
+    | absent("train.", "num_parallel_calls traj_transform_threads traj_read_threads", "num_data_workers says it")
+    | absent("train.", "action_shapes", "they are those of the data")
     | absent("train.", "shuffle_buffer_size", "samples are drawn from all episodes")
     | absent("train.", "normalize_weights_by_ds_size", "train.sample_weights says it")
     | absent("train.", "seq_length pad_seq_length frame_stack pad_frame_stack", "the horizons say it", 1, True)
     | absent("train.", "dataset_keys action_config", "train.action_keys and the modalities say it", {})
-    | absent("train.", "goal_mode shuffled_obs_key_groups", "it is not implemented")
+    | absent("train.", "goal_mode truncated_geom_factor shuffled_obs_key_groups", "it is not implemented")
     | absent("train.", "cuda", "each rank takes the GPU of its local rank, if there is one")
+    | absent("experiment.", "mse", "experiment.validate measures the loss", {})
+    | absent("algo.", "noise_samples", "a sample has one noise", 1)
     | absent(_RATE, "step_every_batch", "the rate changes in every step", True)
     | absent(_RATE, "num_cycles", "the cosine falls to 0 at the end", 0.5)
     | absent("algo.unet.", "enabled", "there is no other network", True)
@@ -186,7 +207,14 @@ def _with_our_paths(content: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(section, dict) or not section.get("data"):
         return content
     data = section.pop("data")
-    if isinstance(data, list):
+    entries = [one for one in data if isinstance(one, dict)]
+    more = {name for one in entries for name in one if name != "path" and (name, one[name]) != ("weight", 1)}
+    if more:
+        raise UserError(
+            f"train.data names {', '.join(sorted(more))} beside paths: weights belong into train.sample_weights, a "
+            "filter_key into train.hdf5_filter_key, and language is not used: leave it out"
+        )
+    if entries:
         data = [one.get("path") if isinstance(one, dict) else one for one in data]
     section["data_path"] = data
     return content
@@ -216,5 +244,7 @@ def _contradictions(config: Config) -> Iterable[str]:
     given = [config[f"{kwargs}height"], config[f"{kwargs}width"]]
     if config[f"{_RGB}obs_randomizer_class"] and None in given:
         yield f"{_RGB}obs_randomizer_class CropRandomizer needs {kwargs}height and {kwargs}width"
+    if config[f"{_CORE}backbone_class"] != "ResNet18Conv" and config[f"{_CORE}backbone_kwargs.width"] != 64:
+        yield f"{_CORE}backbone_kwargs.width is for ResNet18Conv; others have 64 channels at first"
     if config["experiment.save.on_best_validation"] and not config["experiment.validate"]:
         yield "experiment.save.on_best_validation needs experiment.validate=true"

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 from shared.program import UserError
 
-from .environments import Arena, Player, Seen
+from .environments import EXPERTS, Arena, Player, Seen
 
 log = logging.getLogger("robot")
 SIZE = (240, 240)  # height and width of a frame, in pixels, at least
@@ -18,16 +18,20 @@ SIZE = (240, 240)  # height and width of a frame, in pixels, at least
 
 def film(
     env_id: str, player: Player, seed: int, horizon: int, path: Path, picture_size: Sequence[int] | None = None
-) -> Path:
+) -> Path | None:
     """Play one episode and draw it, with its number and its outcome; return what was written.
 
-    That is `path` with .gif; if nothing can render here, the log says so and it is a plot of the paths, with .png.
+    That is `path` with .gif; if nothing can render here, the log says so and it is, of the Fetch robot, a plot of the
+    paths, with .png.
     """
     seen: list[Seen] = []
     arena = Arena(env_id, horizon, picture_size or SIZE)
     try:
         (reached,) = arena.play(player, [seed], seen.append)
     except UserError as error:
+        if env_id not in EXPERTS:
+            log.warning("%s; there is no film", error)
+            return None
         log.warning("%s; plotting paths instead of a film", error)
         seen.clear()
         arena = Arena(env_id, horizon)

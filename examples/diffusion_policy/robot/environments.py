@@ -25,7 +25,9 @@ from typing import Any, Protocol
 import gymnasium
 import numpy as np
 import torch
-from shared.program import UserError
+from gymnasium.envs.registration import EnvSpec
+from PIL import Image
+from shared.program import UserError, find_class
 from tqdm import trange
 
 import ddpkit
@@ -59,18 +61,12 @@ class Player(Protocol):
 class Arena:
     """Environments in which episodes of `horizon` steps are played in lock-step.
 
-    Where there is a picture size, (height, width), there is a camera. MuJoCo renders without a screen through EGL, or
-    what the environment variable MUJOCO_GL names.
+    Where there is a picture size, (height, width), what is rendered is seen as "camera". MuJoCo renders without a
+    screen through EGL, or what the environment variable MUJOCO_GL names.
     """
 
     def __init__(self, env_id: str, horizon: int, picture_size: Sequence[int] | None = None) -> None:
-        self.env_id, self.horizon, self.has_camera = env_id, horizon, picture_size is not None
-        self.options: dict[str, Any] = {"max_episode_steps": horizon, "disable_env_checker": True}
-        if picture_size:
-            os.environ.setdefault("MUJOCO_GL", "egl")
-            height, width = picture_size
-            self.options |= {"render_mode": "rgb_array", "height": height, "width": width}
-            self.options["default_camera_config"] = CAMERA
+        self.env_id, self.horizon, self.picture_size = env_id, horizon, picture_size
         self.envs: list[gymnasium.Env] = []
 
     def try_out(self) -> tuple[Seen, int]:
@@ -92,14 +88,18 @@ class Arena:
             wave = seeds[start : start + AT_ONCE]
             envs = self.envs[: len(wave)]
             seen = [self._see(env, env.reset(seed=seed)[0]) for env, seed in zip(envs, wave, strict=True)]
+            infos: list[dict[str, Any]] = [{} for _ in wave]
+            over = [False for _ in wave]  # an episode that ends early stays as it ended
             player.begin(wave)
             for _ in range(self.horizon):
                 for one in seen if watch else ():
                     watch(one)
                 actions = player.act({name: np.stack([one[name] for one in seen]) for name in seen[0]})
-                stepped = [env.step(action) for env, action in zip(envs, actions, strict=True)]
-                seen = [self._see(env, found) for env, (found, *_) in zip(envs, stepped, strict=True)]
-            successes += [bool(info.get("is_success", info.get("success", False))) for *_, info in stepped]
+                for number, env in enumerate(envs):
+                    if not over[number]:
+                        found, _, terminated, truncated, infos[number] = env.step(actions[number])
+                        seen[number], over[number] = self._see(env, found), terminated or truncated
+            successes += [bool(info.get("is_success", info.get("success", False))) for info in infos]
         return successes
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class Arena:
 
     def _make(self, count: int) -> None:
         while len(self.envs) < count:
-            self.envs.append(gymnasium.make(self.env_id, **self.options))
+            self.envs.append(make_environment(self.env_id, self.horizon, self.picture_size))
 
     def _see(self, env: gymnasium.Env, found: Any) -> Seen:
         """Give what an environment shows its names; of the Fetch robot also "observations", all of its numbers."""
@@ -122,7 +122,7 @@ class Arena:
         for name, values in seen.items():
             if values.dtype != np.uint8:
                 seen[name] = values.astype(np.float32)
-        if self.has_camera:
+        if self.picture_size:
             seen["camera"] = self._render(env)
         return seen
 
@@ -131,22 +131,45 @@ class Arena:
         try:
             if viewer is not None:
                 viewer.make_context_current()  # to close another's leaves none, and then all is black
-            return np.asarray(env.render())
+            frame = Image.fromarray(env.render())
+            if frame.size[::-1] != tuple(self.picture_size):
+                frame = frame.resize(self.picture_size[::-1])
+            return np.asarray(frame)
         except Exception as error:  # each way to render fails in a way of its own
             raise UserError(
-                f"MuJoCo cannot render here ({type(error).__name__}: {error}): set MUJOCO_GL to egl, osmesa or glfw, "
-                "whichever is installed"
+                f"{self.env_id} cannot render here ({type(error).__name__}: {error}); if MuJoCo does it, set MUJOCO_GL "
+                "to egl, osmesa or glfw, whichever is installed"
             ) from error
 
 
+def make_environment(env_id: str, horizon: int, picture_size: Sequence[int] | None) -> gymnasium.Env:
+    """Make an environment of gymnasium's by its id, "module:Name-v0", too, or of the user's, "module:Class"."""
+    spec: Any = env_id
+    if ":" in env_id and env_id.rpartition(":")[2].isidentifier():
+        kind = find_class("experiment.env", env_id)
+        if picture_size and "rgb_array" not in getattr(kind, "metadata", {}).get("render_modes", []):
+            raise UserError(f"{env_id} cannot render: its metadata['render_modes'] have no 'rgb_array'")
+        spec = EnvSpec(env_id, kind)
+    options: dict[str, Any] = {}
+    if picture_size:
+        os.environ.setdefault("MUJOCO_GL", "egl")
+        options["render_mode"] = "rgb_array"
+    if picture_size and env_id.startswith("Fetch"):
+        options |= {"height": picture_size[0], "width": picture_size[1], "default_camera_config": CAMERA}
+    return gymnasium.make(spec, max_episode_steps=horizon, disable_env_checker=True, **options)
+
+
 class Random:
-    """Uniform actions."""
+    """Uniform actions, each of their numbers between a lowest and a highest."""
+
+    def __init__(self, low: Any = (-1,) * 4, high: Any = (1,) * 4) -> None:
+        self.low, self.high = np.asarray(low), np.asarray(high)
 
     def begin(self, seeds: Sequence[int]) -> None:
         self.rngs = [np.random.default_rng(seed) for seed in seeds]
 
     def act(self, seen: Seen) -> np.ndarray:
-        return np.stack([rng.uniform(-1, 1, 4).astype(np.float32) for rng in self.rngs])
+        return np.stack([rng.uniform(self.low, self.high).astype(np.float32) for rng in self.rngs])
 
 
 class Expert:
@@ -199,7 +222,9 @@ class Learned:
         self.plan: list[np.ndarray] = []
 
     def act(self, seen: Seen) -> np.ndarray:
-        numbers = [seen[name].reshape(len(seen[name]), -1) for name in self.entries.numbers]
+        count = len(self.generators)
+        numbers = [np.zeros((count, 0), np.float32)]  # a policy may see pictures alone
+        numbers += [seen[name].reshape(count, -1) for name in self.entries.numbers]
         used = {name: seen[name] for name in self.entries.cameras}
         used["observations"] = np.concatenate(numbers, axis=1)
         self.seen.extend([used] * (1 if self.seen else self.policy.observation_horizon))

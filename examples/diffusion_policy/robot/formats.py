@@ -28,6 +28,11 @@ from typing import Any
 import numpy as np
 from shared.program import UserError
 
+RLDS = (
+    "RLDS and DROID's raw episodes are not read: convert them to LeRobot's format, in which lerobot/droid_1.0.1 on "
+    "Hugging Face's hub already is, or to robomimic's, and name the result in train.data_path"
+)
+
 
 def open_format(path: str) -> Format:
     """Open what is at a path; once in every process, for open files must not be shared by forked ones."""
@@ -64,6 +69,8 @@ class Shards:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.files = sorted(path.name for path in folder.glob("episodes-*.npz"))
+        if not self.files and any(folder.rglob("*.tfrecord*")):
+            raise UserError(f"{folder} holds TFRecords, but {RLDS}")
         if not self.files:
             raise UserError(
                 f"there are no demonstrations in {folder}. Make some:  python -m robot.collect --folder {folder}"
@@ -164,20 +171,21 @@ class ReplayBuffer:
         store: Any = zarr.storage.ZipStore(str(path), mode="r") if path.suffix == ".zip" else str(path)
         buffer = zarr.open_group(store, mode="r")
         self.data, ends = buffer["data"], [0, *map(int, buffer["meta"]["episode_ends"][:])]
+        self.arrays = sorted(self.data.array_keys())
         self.ranges = list(itertools.pairwise(ends))
 
     def episodes(self, subset: str | None) -> list[str]:
         return [str(number) for number in range(len(self.ranges))]
 
     def names(self, episode: str) -> list[str]:
-        return sorted(self.data.array_keys())
+        return self.arrays
 
     def numbers(self, episode: str) -> list[str]:
-        return [name for name in self.names(episode) if self.data[name].ndim == 2 and name != self.actions]
+        return [name for name in self.arrays if name in ("obs", "state")]  # others may say what comes later
 
     def read(self, episode: str, name: str) -> np.ndarray:
         start, end = self.ranges[int(episode)]
-        return self.data[name][start:end]
+        return _array(self, name)[start:end]
 
     def frames(self, episode: str, name: str, steps: np.ndarray) -> np.ndarray:
         first = self.ranges[int(episode)][0] + steps[0]
@@ -223,13 +231,8 @@ class LeRobot:
         return [name for name in numeric if name.startswith("observation")]
 
     def read(self, episode: str, name: str) -> np.ndarray:
-        return np.array(self._column(episode, name))
-
-    def _column(self, episode: str, name: str) -> list[Any]:
-        path = self._path(self.info["data_path"], episode, "data")
-        wanted = [("episode_index", "=", int(episode))]
-        table = self.tables.read_table(path, columns=[name], filters=wanted, use_threads=False)  # for forked processes
-        return table[name].to_pylist()
+        episodes, values = _columns(self._path(self.info["data_path"], episode, "data"), name)
+        return values[episodes == int(episode)]
 
     def _path(self, template: str, episode: str, section: str, **more: str) -> Path:
         """Fill in a path's template, by the episode's number (version 2) or the numbers of its file (version 3)."""
@@ -251,7 +254,9 @@ class LeRobot:
     def pictures(self, episode: str, name: str) -> np.ndarray:
         from PIL import Image
 
-        stored = self._column(episode, name)
+        path, wanted = self._path(self.info["data_path"], episode, "data"), [("episode_index", "=", int(episode))]
+        table = self.tables.read_table(path, columns=[name], filters=wanted, use_threads=False)
+        stored = table[name].to_pylist()
         return np.stack([np.asarray(Image.open(io.BytesIO(picture["bytes"])).convert("RGB")) for picture in stored])
 
     def _filmed(self, episode: str, name: str, steps: np.ndarray) -> np.ndarray:
@@ -267,6 +272,26 @@ Format = Shards | Robomimic | ReplayBuffer | LeRobot
 def _pictures(demonstrations: Shards | LeRobot, episode: str, name: str) -> np.ndarray:
     """Read all pictures of an episode, which these formats cannot read one by one."""
     return demonstrations.pictures(episode, name)
+
+
+@functools.cache
+def _array(buffer: ReplayBuffer, name: str) -> np.ndarray:
+    """Read an array as a whole: its chunks are not the episodes."""
+    return buffer.data[name][:]
+
+
+@functools.lru_cache(maxsize=256)
+def _columns(path: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Read the episodes and the numbers of all rows: to look for one of many episodes takes nearly as long."""
+    import pyarrow.parquet
+
+    names = ["episode_index", name]
+    table = pyarrow.parquet.read_table(path, columns=names, use_threads=False)  # for forked processes
+    column = table[name].combine_chunks()
+    while hasattr(column, "flatten"):  # a list in each row
+        column = column.flatten()
+    values = column.to_numpy(zero_copy_only=False).reshape(len(table), -1)
+    return table["episode_index"].to_numpy(), values
 
 
 def _decode(path: Path, moments: Sequence[float] | np.ndarray, tolerance: float) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 The U-Net's architecture is that of Chi et al. 2023 (arXiv:2303.04137): residual blocks of two convolutions, modulated
 by the diffusion step and the observations. These are few numbers here and pass a small network of their own first.
-Pictures pass a ResNet-18 (He et al. 2016, arXiv:1512.03385), whose last feature maps become points or means.
+Pictures pass a ResNet (He et al. 2016, arXiv:1512.03385), whose last feature maps become points or means.
 GroupNorm, not BatchNorm: what it makes of a sample depends on no other sample, and an average of its weights (EMA)
 needs no statistics of its own.
 """
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from shared.program import find_class, user_error
+from shared.program import UserError, find_class, user_error
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -156,29 +156,30 @@ def _normalize(channels: int) -> nn.GroupNorm:
     return nn.GroupNorm(max(1, channels // 16), channels)
 
 
-class ResNet18(nn.Module):
+class ResNet(nn.Module):
     """Features of pictures, (batch, height, width, 3) in uint8 to (batch, features).
 
     "SpatialSoftmax" finds points in feature maps, `keypoints` of them; "SpatialMeanPool" takes each map's mean. The
-    first stage has `width` channels, 64 in a ResNet-18. Pictures are scaled to a `size` first, if one is given.
+    first stage of a "ResNet18Conv" has `width` channels, 64 in the paper; other backbones are torchvision's. Pictures
+    are scaled to a `size` first, if one is given.
     """
 
-    def __init__(self, features: int, *, pool: str, keypoints: int, width: int, size: Sequence[int] | None) -> None:
+    def __init__(
+        self, features: int, *, backbone: str, pool: str, keypoints: int, width: int, size: Sequence[int] | None
+    ) -> None:
         super().__init__()
         self.size = size
-        self.conv1 = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
-        self.bn1 = _normalize(width)
-        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
-        widths = [width, width, 2 * width, 4 * width, 8 * width]
-        for number, (inputs, outputs) in enumerate(itertools.pairwise(widths), 1):
-            blocks = ResidualBlock(inputs, outputs, 1 if number == 1 else 2), ResidualBlock(outputs, outputs, 1)
-            self.add_module(f"layer{number}", nn.Sequential(*blocks))
+        stages = _resnet18(width) if backbone == "ResNet18Conv" else _torchvisions(backbone)
+        for name, stage in stages.items():
+            self.add_module(name, stage)
+        block = stages["layer4"][-1]
+        maps = getattr(block, "conv3", block.conv2).out_channels
         if pool == "SpatialSoftmax":
-            self.pool: nn.Module = SpatialSoftmax(widths[-1], keypoints)
+            self.pool: nn.Module = SpatialSoftmax(maps, keypoints)
             self.head = nn.Linear(2 * keypoints, features)
         else:
             self.pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
-            self.head = nn.Linear(widths[-1], features)
+            self.head = nn.Linear(maps, features)
 
     def forward(self, pictures: torch.Tensor) -> torch.Tensor:
         x = pictures.permute(0, 3, 1, 2).float() / 127.5 - 1
@@ -190,11 +191,37 @@ class ResNet18(nn.Module):
         return self.head(self.pool(x))
 
     def load_pretrained(self, weights: dict[str, torch.Tensor]) -> list[str]:
-        """Take what fits of a ResNet-18's weights, such as torchvision's; return the names of what does not."""
+        """Take what fits of a ResNet's weights, such as torchvision's; return the names of what does not."""
         mine = self.state_dict()
         fitting = {name: value for name, value in weights.items() if name in mine and mine[name].shape == value.shape}
         self.load_state_dict(mine | fitting)
         return sorted(weights.keys() - fitting.keys())
+
+
+def _resnet18(width: int) -> dict[str, nn.Module]:
+    stages: dict[str, nn.Module] = {
+        "conv1": nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False),
+        "bn1": _normalize(width),
+        "maxpool": nn.MaxPool2d(3, stride=2, padding=1),
+    }
+    widths = [width, width, 2 * width, 4 * width, 8 * width]
+    for number, (inputs, outputs) in enumerate(itertools.pairwise(widths), 1):
+        blocks = ResidualBlock(inputs, outputs, 1 if number == 1 else 2), ResidualBlock(outputs, outputs, 1)
+        stages[f"layer{number}"] = nn.Sequential(*blocks)
+    return stages
+
+
+def _torchvisions(backbone: str) -> dict[str, nn.Module]:
+    try:
+        from torchvision.models import get_model
+    except (ImportError, RuntimeError) as error:  # the latter if it was built for another torch
+        raise UserError(
+            f"observation.encoder.rgb.core_kwargs.backbone_class: {backbone} needs torchvision ({error}): "
+            "pip install torchvision, or take ResNet18Conv"
+        ) from error
+    network = get_model(backbone.lower().removesuffix("conv"), weights=None, norm_layer=_normalize)
+    names = ("conv1", "bn1", "maxpool", "layer1", "layer2", "layer3", "layer4")
+    return {name: getattr(network, name) for name in names}
 
 
 class SpatialSoftmax(nn.Module):

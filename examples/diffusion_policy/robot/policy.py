@@ -16,7 +16,7 @@ from shared.program import check_shape, evaluating
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from .networks import ResNet18, make_network
+from .networks import ResNet, make_network
 from .samples import Statistics, crop, crop_size
 
 AMP = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,9 +42,13 @@ class DiffusionPolicy(nn.Module):
         self.cameras, self.crop = list(cameras), crop_size(config)
         rgb = "observation.encoder.rgb.core_kwargs."
         features = config[f"{rgb}feature_dimension"]
-        how = {"pool": config[f"{rgb}pool_class"], "keypoints": config[f"{rgb}pool_kwargs.num_kp"]}
+        how = {
+            "backbone": config[f"{rgb}backbone_class"],
+            "pool": config[f"{rgb}pool_class"],
+            "keypoints": config[f"{rgb}pool_kwargs.num_kp"],
+        }
         how |= {"width": config[f"{rgb}backbone_kwargs.width"], "size": config["observation.encoder.rgb.size"]}
-        self.encoders = nn.ModuleList(ResNet18(features, **how) for _ in cameras)
+        self.encoders = nn.ModuleList(ResNet(features, **how) for _ in cameras)
         self.action_size = len(statistics.low)
         observed = self.observation_horizon * (len(statistics.mean) + len(self.cameras) * features)
         self.network = make_network(config, self.action_size, observed)

@@ -50,7 +50,8 @@ def main(settings: argparse.Namespace) -> None:
     policies, saved = load_policies(settings.checkpoint)
     entries, picture_size = Entries(**saved["entries"]), saved["picture_size"]
     players: dict[str, Player] = {name: Learned(policy, entries) for name, policy in policies.items()}
-    players["random"] = Random()
+    low, high = (policies["raw"].get_buffer(name).cpu() for name in ("low", "high"))
+    players["random"] = Random(low, high)
     if saved["env_id"] in EXPERTS:
         players["expert"] = Expert(saved["env_id"])
     names = settings.players or list(players)
@@ -73,8 +74,9 @@ def main(settings: argparse.Namespace) -> None:
 
 def draw(settings: argparse.Namespace, env_id: str, player: Player, picture_size: tuple[int, int] | None) -> None:
     written = drawing.film(env_id, player, settings.first_seed, settings.horizon, settings.film, picture_size)
-    log.info("wrote %s", written)
-    if settings.strip and written.suffix == ".gif":
+    if written:
+        log.info("wrote %s", written)
+    if settings.strip and written and written.suffix == ".gif":
         drawing.strip(written, settings.strip)
 
 

@@ -71,6 +71,11 @@ class Index:
     picture_size: tuple[int, int] | None  # height and width of all cameras
 
     @property
+    def rendered_size(self) -> tuple[int, int] | None:
+        """Height and width of what the policy sees of an environment's rendering, if it sees that."""
+        return self.picture_size if "camera" in self.entries.cameras else None
+
+    @property
     def steps(self) -> list[int]:
         return [sum(episode.steps for episode in folder) for folder in self.folders]
 
@@ -89,24 +94,20 @@ def write_shard(path: Path, env_id: str, episodes: Sequence[dict[str, np.ndarray
     os.replace(temporary, path)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.cache
 def read_episode(path: str, name: str, entries: Entries) -> tuple[np.ndarray, np.ndarray]:
-    """Read an episode's observed numbers and its actions, (steps, numbers), in float32 whatever the disk has."""
-    demonstrations = open_format(path)
+    """Read an episode's observed numbers and its actions, (steps, numbers), in float32 whatever the disk has; once."""
+    actions = np.concatenate(_read(path, name, entries.actions), axis=1)
+    nothing = np.zeros((len(actions), 0), np.float32)  # a policy may see pictures alone
+    return np.concatenate(_read(path, name, entries.numbers) or [nothing], axis=1), actions
 
-    def together(names: Sequence[str]) -> np.ndarray:
-        parts = [demonstrations.read(name, entry) for entry in names]
-        flat = [part.reshape(len(part), -1).astype(np.float32) for part in parts]
-        return np.concatenate(flat, axis=1)
 
-    there = demonstrations.names(name)
-    missing = {*entries.numbers, *entries.cameras, *entries.actions} - {*there}
-    if missing:
-        raise UserError(
-            f"{path}, episode {name}, has no {', '.join(sorted(missing))}; it has {', '.join(there)}: choose in "
-            "observation.modalities.obs.low_dim and .rgb, and in train.action_keys"
-        )
-    return together(entries.numbers), together(entries.actions)
+def _read(path: str, name: str, names: Sequence[str]) -> list[np.ndarray]:
+    parts = [open_format(path).read(name, entry) for entry in names]
+    texts = [entry for entry, part in zip(names, parts, strict=True) if part.dtype.kind not in "biuf"]
+    if texts:
+        raise UserError(f"{path}: {', '.join(texts)} holds no numbers: leave it out (there is no language here)")
+    return [part.reshape(len(part), -1).astype(np.float32) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,13 @@ class Measured:
 
 def measure(path: str, name: str, entries: Entries) -> Measured:
     """Read an episode and check that it can be learned from."""
+    there = open_format(path).names(name)
+    missing = {*entries.numbers, *entries.cameras, *entries.actions} - {*there}
+    if missing:
+        raise UserError(
+            f"{path}, episode {name}, has no {', '.join(sorted(missing))}; it has {', '.join(there)}: choose in "
+            "observation.modalities.obs.low_dim and .rgb, and in train.action_keys"
+        )
     observations, actions = read_episode(path, name, entries)
     if not 0 < len(actions) == len(observations):
         raise ValueError(f"observations {observations.shape} and actions {actions.shape} do not fit")
@@ -187,8 +195,14 @@ def list_episodes(config: dict[str, Any]) -> tuple[list[tuple[str, str]], set[tu
         held_out |= {(path, name) for name in kept}
     first, name = open_format(episodes[0][0]), episodes[0][1]
     numbers = tuple(config["observation.modalities.obs.low_dim"] or first.numbers(name))
+    cameras = tuple(config["observation.modalities.obs.rgb"])
     actions = tuple(config["train.action_keys"] or [first.actions])
-    return episodes, held_out, Entries(numbers, tuple(config["observation.modalities.obs.rgb"]), actions)
+    if not numbers and not cameras:
+        raise UserError(
+            f"{config['train.data_path'][0]} does not say what is observed: choose in observation.modalities.obs."
+            f"low_dim and .rgb among {', '.join(first.names(name))}"
+        )
+    return episodes, held_out, Entries(numbers, cameras, actions)
 
 
 def _try_to_measure(path: str, name: str, entries: Entries) -> Measured | UserError:

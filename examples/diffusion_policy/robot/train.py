@@ -77,7 +77,7 @@ def main(job: ddpkit.Context, stop: ddpkit.Stop) -> None:
     saver = ddpkit.Checkpointer(folder / "checkpoints", keep=2)
     parts = {"policy": policy, "optimizer": optimizer, "scaler": scaler} | ({"ema": ema} if ema else {})
     about = {"config": nested(config), "env_id": index.env_id, "entries": vars(index.entries)}
-    about["picture_size"] = index.picture_size
+    about["picture_size"] = index.rendered_size
     saved = saver.load_latest(**parts) if config["train.resume"] else {"step": 0, "epoch": 0, "steps_of_next": 0}
 
     checkpoints.record(folder, config)
@@ -164,13 +164,13 @@ def try_environment(index: Index) -> None:
     """Begin an episode, and see that the policy would find there what it learns from; now, not after some epochs."""
     if not index.env_id:
         raise UserError(
-            "the demonstrations name no environment to try policies in: set experiment.env to one of gymnasium's, or "
-            "experiment.rollout.enabled=false"
+            "the demonstrations name no environment to try policies in: set experiment.env to one of gymnasium's or "
+            "to module:Class, or experiment.rollout.enabled=false"
         )
     try:
         from .environments import Arena  # here, as below: training alone needs no simulator
 
-        arena = Arena(index.env_id, 1, index.picture_size)
+        arena = Arena(index.env_id, 1, index.rendered_size)
         seen, action_size = arena.try_out()
         arena.close()
     except UserError:
@@ -178,8 +178,8 @@ def try_environment(index: Index) -> None:
     except Exception as error:  # each version of MuJoCo fails in a way of its own
         raise UserError(
             f"{index.env_id} cannot be simulated here ({type(error).__name__}: {error}): set experiment.env to an "
-            "environment that gymnasium knows, pip install -e '.[examples-robot]' in the repository, or set "
-            "experiment.rollout.enabled=false"
+            "environment that gymnasium knows or to module:Class, pip install -e '.[examples-robot]' in the "
+            "repository, or set experiment.rollout.enabled=false"
         ) from None
     entries, statistics = index.entries, index.statistics
     remedy = "choose in observation.modalities.obs and experiment.env, or set experiment.rollout.enabled=false"
@@ -280,7 +280,7 @@ def roll_out(policy: DiffusionPolicy, index: Index, config: Config, folder: Path
     from .environments import UNSEEN, Learned, evaluate
 
     player, horizon, begun = Learned(policy, index.entries), config["experiment.rollout.horizon"], time.monotonic()
-    episodes, size = config["experiment.rollout.n"], index.picture_size
+    episodes, size = config["experiment.rollout.n"], index.rendered_size
     score = evaluate(index.env_id, player, episodes, horizon, picture_size=size)
     log.info("Epoch %d rollouts: success %s, %.0f s", epoch, score, time.monotonic() - begun)
     ddpkit.run_on_main(score.write, folder / "logs" / f"success_epoch_{epoch}.json")

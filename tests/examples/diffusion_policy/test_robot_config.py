@@ -191,3 +191,33 @@ def test_robomimics_own_file_is_read_and_what_has_no_meaning_is_listed_once(
         assert key not in line  # they ask for nothing else than there is
     for key in ("train.batch_size", "max_grad_norm", "warmup_steps", "on_best_rollout_success_rate", "low_dim,"):
         assert key not in line  # they are used
+
+
+DROID = """
+    train.data_format="droid_rlds" train.dataset_names=["droid","mine"] train.subsample_length=100
+    observation.encoder.rgb.core_class="VisualCoreLanguageConditioned"
+    observation.encoder.rgb.obs_randomizer_class=["ColorRandomizer","CropRandomizer"]
+"""
+DROID_TOO = """
+    train.shuffle_buffer_size=500000 train.num_parallel_calls=200 train.traj_transform_threads=48
+    train.traj_read_threads=48 train.action_shapes=[[1,3],[1,6],[1,1]] train.truncated_geom_factor=0.3
+    algo.noise_samples=8 observation.image_dim=[128,128] observation.encoder.rgb.fuser=null experiment.mse={}
+    observation.encoder.rgb.core_kwargs.backbone_kwargs.use_cam=false train.data_path="droid"
+    observation.encoder.rgb.core_kwargs.backbone_kwargs.downsample=false
+"""  # DROID's own template has these besides
+
+
+def test_what_droids_own_file_asks_for_ends_at_once_with_what_to_do(tmp_path: Path) -> None:
+    given = dict(setting.split("=", 1) for setting in (DROID + DROID_TOO).split())
+    file = write(tmp_path / "droid.json", nested({key: json.loads(value) for key, value in given.items()}))
+    lines = refusal(file).splitlines()
+    remedies = ["convert them to LeRobot's format", "list them in train.data_path", "leave it out", "take VisualCore"]
+    remedies.append("must be 'CropRandomizer', alone and not in a list, or null")
+    for setting, remedy in zip(DROID.split(), remedies, strict=True):
+        key, value = setting.split("=")
+        (line,) = (line for line in lines if key in line)
+        assert value in line.replace(", ", ",") and f"({tmp_path}/droid.json)" in line and remedy in line
+    assert len(lines) == len(remedies)
+    data = [{"path": "a.hdf5", "lang": "pick up the block"}, {"path": "b.hdf5", "weight": 2}]
+    said = refusal(write(tmp_path / "language.json", {"train": {"data": data}}))
+    assert "train.data names lang, weight beside paths: weights belong into train.sample_weights" in said

@@ -14,7 +14,9 @@ import torch
 from PIL import Image
 from robot import train
 from robot.config import read_config
+from robot.environments import Learned
 from robot.formats import open_format
+from robot.policy import DiffusionPolicy
 from robot.samples import Samples, make_loader, scan, write_shard
 from shared.program import UserError
 from shared.settings import nested
@@ -66,6 +68,7 @@ def write_robomimic(folder: Path, episodes: Episodes) -> dict[str, str]:
             demo = data.create_group(f"demo_{number}")
             demo.attrs["num_samples"] = len(episode["actions"])
             demo.create_dataset("actions", data=episode["actions"])
+            demo.create_dataset("obs/language_raw", data=[b"pick up the block"] * len(episode["actions"]))
             demo.create_dataset("states", data=np.zeros((len(episode["actions"]), 7)))
             for name, key in (("robot0_eef_pos", "state"), ("object", "goal"), ("agentview_image", "frames")):
                 demo.create_dataset(f"obs/{name}", data=episode[key], compression="gzip")
@@ -239,11 +242,29 @@ def test_samples_are_what_was_written(write: Writer, tmp_path: Path) -> None:
     assert len(found) == sum(LENGTHS)
 
 
-@pytest.mark.parametrize("write", [write_robomimic, write_replay_buffer, write_lerobot_2])
+@pytest.mark.parametrize("write", [write_robomimic, write_lerobot_2])
 def test_numbers_are_all_that_the_format_has_if_none_are_named(write: Writer, tmp_path: Path) -> None:
     path = write(tmp_path, make_episodes())["path"]
     index = scan(read_config([f"train.data_path={path}"]))
     assert len(index.statistics.mean) == 5 and not index.entries.cameras and index.picture_size is None
+
+
+def test_a_replay_buffers_state_is_observed_if_nothing_is_named_or_its_arrays_are_listed(tmp_path: Path) -> None:
+    path = write_replay_buffer(tmp_path, make_episodes())["path"]
+    index = scan(read_config([f"train.data_path={path}"]))
+    assert index.entries.numbers == ("state",) and len(index.statistics.mean) == 3
+    (tmp_path / "buffer.zarr" / "data" / "state").rename(tmp_path / "buffer.zarr" / "data" / "robot_eef_pose")
+    path = str((tmp_path / "buffer.zarr").rename(tmp_path / "real.zarr"))
+    with pytest.raises(UserError, match="does not say what is observed: .* among action, goal, img, robot_eef_pose"):
+        scan(read_config([f"train.data_path={path}"]))
+    only_pictures = read_config([f"train.data_path={path}", "observation.modalities.obs.rgb=[img]", *SMALL])
+    index = scan(only_pictures)
+    (batch,) = make_loader(index, only_pictures | {"experiment.epoch_every_n_steps": 1}, 4)
+    policy = DiffusionPolicy(only_pictures, index.statistics, index.entries.cameras)
+    assert batch["observations"].shape == (4, 2, 0) and policy(batch).shape == (4,)
+    player = Learned(policy, index.entries)
+    player.begin([1, 2])
+    assert player.act({"img": batch["img"][:2, 0].numpy()}).shape == (2, 2)
 
 
 def test_robomimics_subsets_are_used(tmp_path: Path) -> None:
@@ -300,6 +321,12 @@ def test_what_cannot_be_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
             scan(read_config([f"train.data_path={written['path']}", given]))
     with pytest.raises(UserError, match="episode demo_0 is broken: object holds no pictures"):
         scan(read_config([f"train.data_path={written['path']}", "observation.modalities.obs.rgb=[object]"]))
+    with pytest.raises(UserError, match="language_raw holds no numbers: leave it out .there is no language"):
+        scan(read_config([f"train.data_path={written['path']}", "observation.modalities.obs.low_dim=[language_raw]"]))
+    (tmp_path / "droid" / "1.0.1").mkdir(parents=True)
+    (tmp_path / "droid" / "1.0.1" / "droid-train.tfrecord-00000-of-00001").touch()
+    with pytest.raises(UserError, match="droid holds TFRecords, but RLDS .* not read: convert them to LeRobot's"):
+        scan(read_config([f"train.data_path={tmp_path}/droid"]))
     index = scan(read_config(arguments(write_replay_buffer(tmp_path, make_episodes()))))
     with pytest.raises(UserError, match="name no environment .*experiment.rollout.enabled=false"):
         train.try_environment(index)

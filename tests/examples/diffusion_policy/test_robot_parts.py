@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from conftest import on_ranks
 from robot import samples
 from robot.config import read_config
-from robot.networks import ResNet18, SpatialSoftmax
+from robot.networks import ResNet, SpatialSoftmax
 from robot.policy import EMA, DiffusionPolicy, add_noise, ddim, squaredcos_cap_v2
 from robot.samples import Samples, Statistics, crop, scan, write_shard
 from robot.train import load_encoders, lr_factor, wrap
@@ -270,7 +271,7 @@ def test_encoders_take_torchvisions_names_and_tell_what_they_do_not_use(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    encoder = ResNet18(8, pool="SpatialMeanPool", keypoints=4, width=64, size=None)
+    encoder = ResNet(8, backbone="ResNet18Conv", pool="SpatialMeanPool", keypoints=4, width=64, size=None)
     names = {name.rpartition(".")[0] for name in encoder.state_dict() if not name.startswith("head")}
     stages = {1: 4, 2: 6, 3: 6, 4: 6}  # convolutions and norms of both blocks, and of the way past the first
     expected = {"conv1", "bn1"}
@@ -297,6 +298,23 @@ def test_encoders_take_torchvisions_names_and_tell_what_they_do_not_use(
     assert "not used are bn1.running_mean, fc.weight" in caplog.text
     with pytest.raises(UserError, match=f"{core}weights: .*No such file"):
         load_encoders(policy, config | {f"{core}weights": "/nowhere.pth"})
+
+
+def test_larger_encoders_are_torchvisions_with_groupnorm(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = "observation.encoder.rgb.core_kwargs.backbone_class=ResNet50Conv"
+    with pytest.raises(UserError, match="width is for ResNet18Conv"):
+        make_policy(backbone, NARROW[0])
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "torchvision.models", None)
+        with pytest.raises(UserError, match="backbone_class: ResNet50Conv needs torchvision .*pip install torchvision"):
+            make_policy(backbone, cameras=("camera",))
+    pytest.importorskip("torchvision")
+    policy, batch = make_policy(backbone, cameras=("camera",)), make_batch(2)
+    batch["camera"] = torch.randint(256, (2, 2, 40, 48, 3), dtype=torch.uint8)
+    policy(batch).mean().backward()
+    assert all(weights.grad is not None and weights.grad.any() for weights in policy.parameters())
+    kinds = {type(module) for module in policy.encoders.modules()}
+    assert nn.GroupNorm in kinds and nn.BatchNorm2d not in kinds
 
 
 NARROW = ["observation.encoder.rgb.core_kwargs.backbone_kwargs.width=8", "train.gradient_checkpointing=true"]

@@ -407,6 +407,7 @@ def test_what_cannot_be_done_is_said_once_and_ends_every_rank(demonstrations: Pa
         "train.strategy=dp": "train.strategy: strategy='dp' is for 1 process .*; this job has 2 processes",
         "observation.modalities.obs.low_dim=[a]": f"{demonstrations}, episode .* has no a; it has observations",
         "experiment.env=CartPole-v1": "CartPole-v1 does not fit.* 4 numbers.* 13 ",
+        "experiment.env=nowhere:World": "experiment.env: cannot import nowhere:World: ModuleNotFoundError",
         f"train.output_dir={tmp_path}/a_run/config.json": "train.output_dir: .*Errno.*config.json",
         f"train.output_dir={tmp_path}/other {LR}=1e30": "loss or weights .* since iteration ., first on rank 0",
         f"train.output_dir={tmp_path}/shape algo.network.class=somebodys.nets:Noise "
@@ -445,6 +446,38 @@ def test_another_ranks_end_is_not_blamed_on_the_strategy() -> None:
     assert [process.code for process in ended] == [1, 1]
     assert "error: rank 1" in ended[0].output and "FloatingPointError" in ended[0].output
     assert "train.strategy" not in ended[0].output
+
+
+class Straight:
+    """Knows where the goal is, but not that an action is at most 2."""
+
+    def begin(self, seeds: Any) -> None: ...
+
+    def act(self, seen: dict[str, np.ndarray]) -> np.ndarray:
+        return np.diff(seen["place"])
+
+
+def test_an_environment_of_the_users_is_played_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    line = "somebodys.worlds:Line"
+    assert Arena(line, 5).play(Straight(), range(4)) == [True] * 4  # each ends after one step
+    with pytest.raises(UserError, match="experiment.env: cannot import somebodys.worlds:Nothing"):
+        Arena("somebodys.worlds:Nothing", 1).try_out()
+    goals = np.linspace(-2, 2, 8)
+    episodes = [{"place": np.array([[0, goal], [goal, goal]]), "actions": np.array([[goal], [0]])} for goal in goals]
+    (tmp_path / "line").mkdir()
+    write_shard(tmp_path / "line" / "episodes-0.npz", "", episodes)
+    more = ["experiment.rollout.n=3", "experiment.rollout.horizon=4", "train.num_epochs=1", f"experiment.env={line}"]
+    caplog.set_level("INFO")
+    main(settings(tmp_path / "line", tmp_path / "runs", *more, "observation.modalities.obs.low_dim=[place]"))
+    folder = only_run(tmp_path / "runs")
+    assert json.loads((folder / "logs" / "success_epoch_1.json").read_text())["episodes"] == 3
+    assert not [*(folder / "videos").iterdir()] and f"{line} cannot render: its metadata" in caplog.text
+    sys.argv = ["rollout.py", str(folder / "last.pth"), "--episodes=2", "--horizon=4"]
+    rollout.main(rollout.read_settings())
+    assert len(re.findall("(?:ema|raw|random) +[01].[05]0 ± ", caplog.text)) == 3 and "expert" not in caplog.text
 
 
 @pytest.fixture
