@@ -58,6 +58,20 @@ class Boards:
 
             self.run.log({tag: wandb.Image(picture) for tag, picture in pictures.items()}, step=step)
 
+    def play(self, films: Mapping[str, Path], step: int) -> None:
+        """Log films, GIF files, by their tags."""
+        if self.writer:
+            from tensorboard.compat.proto.summary_pb2 import Summary
+
+            for tag, path in films.items():  # an image whose frames TensorBoard's page shows; MoviePy is not needed
+                image = Summary.Image(encoded_image_string=path.read_bytes())
+                summary = Summary(value=[Summary.Value(tag=tag, image=image)])
+                self.writer.file_writer.add_summary(summary, step)
+        if self.run:
+            import wandb
+
+            self.run.log({tag: wandb.Video(str(path)) for tag, path in films.items()}, step=step)
+
     def close(self) -> None:
         """Send what is left."""
         if self.writer:

@@ -43,55 +43,47 @@ OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
 
 def main(job: ddpkit.Context, stop: ddpkit.Stop) -> None:
     config = ddpkit.run_on_main(read_config, *read_arguments())
+    steps_per_epoch, epochs = config["experiment.epoch_every_n_steps"], config["train.num_epochs"]
+    accumulation, max_norm = config["train.gradient_accumulation_steps"], config["train.max_grad_norm"]
+    compare_every, roll_out_every = config["experiment.check_replicas_every_n_steps"], config["experiment.rollout.rate"]
+    rolls_out, saves = config["experiment.rollout.enabled"], config["experiment.save.enabled"]
+    resumes = config["train.resume"] is not None
+
     index = scan(config)
-    if config["experiment.rollout.enabled"]:
+    if rolls_out:
         ddpkit.run_on_main(try_environment, index)
-    with user_error("train.batch_size", ValueError):
-        plan = ddpkit.ScalePlan(
-            config["train.batch_size"],
-            config["algo.optim_params.policy.learning_rate.initial"],
-            job.world_size,
-            keep=config["train.keep_batch_size"],
-            rule=config["train.lr_scaling"],
-            accumulation=config["train.gradient_accumulation_steps"],
-        )
+    plan = plan_batches(config, job.world_size)
     loader = make_loader(index, config, plan.per_rank_batch_size)
-    validation = None
-    if config["experiment.validate"]:
-        validation = make_validation_loader(index, config, plan.per_rank_batch_size)
+    validation = make_validation_loader(index, config, plan.per_rank_batch_size) if index.held_out else None
 
     ddpkit.seed_everything(config["train.seed"])
     policy = DiffusionPolicy(config, index.statistics, index.entries.cameras)
-    if not config["train.resume"]:
+    if not resumes:
         load_encoders(policy, config)
     ddpkit.seed_everything(config["train.seed"], per_rank=True)  # the ranks' dropout differs; their weights do not
     model = wrap(policy, config, job.world_size, torch.cuda.device_count())
-    kind = OPTIMIZERS[config["algo.optim_params.policy.optimizer_type"]]
-    decay, max_norm = config["algo.optim_params.policy.regularization.L2"], config["train.max_grad_norm"]
-    betas = config["algo.optim_params.policy.betas"]
-    optimizer = kind(policy.parameters(), plan.lr, betas=tuple(betas), weight_decay=decay, fused=True)
+    optimizer = make_optimizer(policy, config, plan.lr)
+    weight_decay = optimizer.param_groups[0]["weight_decay"]
     ema = EMA(policy, config["algo.ema.power"]) if config["algo.ema.enabled"] else None
     scaler = torch.amp.GradScaler(job.device.type, enabled=config["train.amp"] == "fp16")
 
-    folder = ddpkit.run_on_main(checkpoints.find_run if config["train.resume"] else checkpoints.new_run, config)
+    folder = ddpkit.run_on_main(checkpoints.find_run if resumes else checkpoints.new_run, config)
     saver = ddpkit.Checkpointer(folder / "checkpoints", keep=2)
     parts = {"policy": policy, "optimizer": optimizer, "scaler": scaler} | ({"ema": ema} if ema else {})
-    about = {"config": nested(config), "env_id": index.env_id, "entries": vars(index.entries)}
-    about["picture_size"] = index.rendered_size
-    saved = saver.load_latest(**parts) if config["train.resume"] else {"step": 0, "epoch": 0, "steps_of_next": 0}
+    saved = saver.load_latest(**parts) if resumes else {"step": 0, "epoch": 0, "steps_of_next": 0}
+    optimizer.param_groups[0]["weight_decay"] = weight_decay  # by the settings, also where a checkpoint has another
 
     checkpoints.record(folder, config)
     log.info("%s\n\nwriting to %s\n", plan, folder)
     log.info("%s", index)
     log.info("%d parameters, wrapped in %s", sum(p.numel() for p in policy.parameters()), type(model).__name__)
     log.info("%s", ", ".join(ddpkit.all_gather_object(f"rank {job.rank}: {job.device} on {socket.gethostname()}")))
-    if config["train.resume"]:
+    if resumes:
         log.info("resumed after epoch %d, step %d", saved["epoch"], saved["step"])
-    boards, no_bar = open_boards(folder, config, saved), None if job.rank == 0 else True
-    about["wandb_id"] = boards.run_id
-    every, epochs = config["experiment.epoch_every_n_steps"], config["train.num_epochs"]
-    accumulation, step = config["train.gradient_accumulation_steps"], saved["step"]
-    done = saved["steps_of_next"]  # of an epoch that was stopped before its end
+    boards = open_boards(folder, config, saved)
+    about = {"config": nested(config), "env_id": index.env_id, "entries": vars(index.entries)}
+    about |= {"picture_size": index.rendered_size, "wandb_id": boards.run_id}
+    step, done = saved["step"], saved["steps_of_next"]  # of an epoch that was stopped before its end
     if done:
         place = {"epoch": saved["epoch"] + 1, "consumed": done * plan.global_batch_size}
         loader.load_state_dict(loader.state_dict() | place)
@@ -99,17 +91,16 @@ def main(job: ddpkit.Context, stop: ddpkit.Stop) -> None:
     for epoch in range(saved["epoch"] + 1, epochs + 1):
         loader.set_epoch(epoch)
         batches, losses, begun = iter(loader), torch.zeros((), device=job.device), time.monotonic()
-        begun_at = done
-        for _ in trange(done, every, desc=f"epoch {epoch}", leave=False, disable=no_bar):
-            for group in optimizer.param_groups:  # by the settings, also where a checkpoint has others
-                group.update(lr=plan.lr * lr_factor(config, step), weight_decay=decay)
+        begun_at, no_bar = done, None if job.rank == 0 else True
+        for _ in trange(done, steps_per_epoch, desc=f"epoch {epoch}", leave=False, disable=no_bar):
+            optimizer.param_groups[0]["lr"] = plan.lr * lr_factor(config, step)
+            loss = torch.zeros((), device=job.device)
             for number in range(accumulation):
                 batch = to_device(next(batches), job.device)
                 with ddpkit.accumulate(model, number, accumulation):
-                    loss = model(batch).mean() / accumulation
-                    scaler.scale(loss).backward()
-                losses += loss.detach()
-                first_bad = torch.where(loss.isfinite(), first_bad, first_bad.clamp(max=step + 1))
+                    part = model(batch).mean() / accumulation
+                    scaler.scale(part).backward()
+                loss += part.detach()
             if max_norm is not None:
                 scaler.unscale_(optimizer)
                 torch.nn.utils.clip_grad_norm_(policy.parameters(), max_norm)
@@ -118,8 +109,10 @@ def main(job: ddpkit.Context, stop: ddpkit.Stop) -> None:
             optimizer.zero_grad()
             if ema:
                 ema.update()
+            losses += loss
+            first_bad = torch.where(loss.isfinite(), first_bad, first_bad.clamp(max=step + 1))
             step, done = step + 1, done + 1
-            if step % config["experiment.check_replicas_every_n_steps"] == 0:
+            if step % compare_every == 0:
                 make_equal(policy, optimizer, ema)
             if stop.now():
                 break
@@ -127,7 +120,7 @@ def main(job: ddpkit.Context, stop: ddpkit.Stop) -> None:
         stop_if_not_finite(first_bad, step, policy, BAD_LOSS)
         make_equal(policy, optimizer, ema)
         if stop.reason:
-            if config["experiment.save.enabled"]:
+            if saves:
                 path = saver.save(step, **parts, epoch=epoch - 1, steps_of_next=done, **about)
                 ddpkit.run_on_main(checkpoints.copy, path, folder / "last.pth")
             break
@@ -142,9 +135,9 @@ def main(job: ddpkit.Context, stop: ddpkit.Stop) -> None:
         if validation:
             news["validation/loss"] = validate(actor, validation, job.device)
             log.info("Epoch %d: validation loss %.4f", epoch, news["validation/loss"])
-        if config["experiment.rollout.enabled"] and checkpoints.due(epoch, config["experiment.rollout.rate"], epochs):
-            news["rollout/success_rate"] = roll_out(actor, index, config, folder, epoch)
-        if config["experiment.save.enabled"]:
+        if rolls_out and checkpoints.due(epoch, roll_out_every, epochs):
+            news["rollout/success_rate"] = roll_out(actor, index, config, folder, boards, epoch)
+        if saves:
             path = saver.save(step, **parts, epoch=epoch, steps_of_next=0, **about)
             ddpkit.run_on_main(checkpoints.publish, path, folder, config, epoch, news)
         boards.add(news, epoch)
@@ -192,6 +185,26 @@ def try_environment(index: Index) -> None:
             f"{index.env_id} does not fit: it shows {observed} numbers and takes {action_size}; the demonstrations "
             f"show {len(statistics.mean)} and take {len(statistics.low)}: {remedy}"
         )
+
+
+@user_error("train.batch_size", ValueError)
+def plan_batches(config: Config, world_size: int) -> ddpkit.ScalePlan:
+    """Say how large batches are, and the learning rate for them."""
+    return ddpkit.ScalePlan(
+        config["train.batch_size"],
+        config["algo.optim_params.policy.learning_rate.initial"],
+        world_size,
+        keep=config["train.keep_batch_size"],
+        rule=config["train.lr_scaling"],
+        accumulation=config["train.gradient_accumulation_steps"],
+    )
+
+
+def make_optimizer(policy: DiffusionPolicy, config: Config, lr: float) -> torch.optim.Optimizer:
+    section = "algo.optim_params.policy."
+    kind = OPTIMIZERS[config[f"{section}optimizer_type"]]
+    betas, decay = tuple(config[f"{section}betas"]), config[f"{section}regularization.L2"]
+    return kind(policy.parameters(), lr, betas=betas, weight_decay=decay, fused=True)
 
 
 def load_encoders(policy: DiffusionPolicy, config: Config) -> None:
@@ -274,7 +287,7 @@ def open_boards(folder: Path, config: Config, saved: dict[str, Any]) -> Boards:
     return Boards(saved["epoch"], tensorboard, wandb, saved.get("wandb_id"))
 
 
-def roll_out(policy: DiffusionPolicy, index: Index, config: Config, folder: Path, epoch: int) -> float:
+def roll_out(policy: DiffusionPolicy, index: Index, config: Config, folder: Path, boards: Boards, epoch: int) -> float:
     """Measure success on unseen seeds, and make a film of the first of them. Collective."""
     from . import drawing
     from .environments import UNSEEN, Learned, evaluate
@@ -286,7 +299,9 @@ def roll_out(policy: DiffusionPolicy, index: Index, config: Config, folder: Path
     ddpkit.run_on_main(score.write, folder / "logs" / f"success_epoch_{epoch}.json")
     if config["experiment.render_video"]:
         video = folder / "videos" / f"epoch_{epoch}"
-        ddpkit.run_on_main(drawing.film, index.env_id, player, UNSEEN, horizon, video, size)
+        film = ddpkit.run_on_main(drawing.film, index.env_id, player, UNSEEN, horizon, video, size)
+        if film and film.suffix == ".gif":
+            boards.play({"rollout/film": film}, epoch)
     return score.rate
 
 

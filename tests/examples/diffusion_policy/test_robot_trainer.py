@@ -28,6 +28,7 @@ from robot.samples import Entries, Statistics, read_episode, scan, write_shard
 from shared.program import UserError, one_message
 from shared.settings import nested
 from signals import signalled
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_robot_parts import SMALL, make_batch, standard
 
 import ddpkit
@@ -145,8 +146,6 @@ def test_two_processes_train_and_leave_everything_in_place(demonstrations: Path,
 
 
 def logged(folder: Path) -> dict[str, dict[int, float]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     events = EventAccumulator(str(folder / "logs" / "tb")).Reload()
     return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
 
@@ -520,6 +519,8 @@ def test_a_policy_learns_from_rendered_pictures_and_acts_by_them(
     folder = only_run(tmp_path)
     with Image.open(folder / "videos" / "epoch_1.gif") as film:
         assert film.n_frames == 9 and film.width >= 240
+    events = EventAccumulator(str(folder / "logs" / "tb")).Reload()
+    assert events.Images("rollout/film")[0].encoded_image_string == (folder / "videos" / "epoch_1.gif").read_bytes()
     policies, saved = checkpoints.load_policies(folder / "last.pth")
     assert saved["env_id"] == "FetchReach-v4" and policies["ema"].cameras == ["camera"]
     scores = json.loads((folder / "logs" / "success_epoch_1.json").read_text())

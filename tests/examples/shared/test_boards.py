@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 from processes import free_port, platform_env, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -26,6 +27,10 @@ def log_in_two_parts(folder: Path) -> None:
         later = Boards(1, folder / "tb", {"project": "tests", "dir": folder}, boards.run_id)
         later.add({"loss": 1.0}, 2)
         later.show({"picture": np.zeros((4, 5, 3), np.uint8)}, 2)
+        frames = [Image.new("RGB", (5, 4), color) for color in ("red", "blue")]
+        film = folder / f"film_{ddpkit.get_rank()}.gif"
+        frames[0].save(film, save_all=True, append_images=frames[1:])
+        later.play({"film": film}, 2)
         later.close()
         assert later.run_id == boards.run_id and boards.run_id
         assert (boards.run is None) == (ddpkit.get_rank() == 1) == (boards.writer is None)
@@ -44,4 +49,7 @@ def test_a_run_that_goes_on_is_one_run_and_only_the_main_process_logs(tmp_path: 
     assert len(folders) == 2 and len({folder.name.rpartition("-")[2] for folder in folders}) == 1
     assert len(list((tmp_path / "wandb").rglob("media/images/picture_*.png"))) == 1
     events = EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert len(list((tmp_path / "wandb").rglob("media/videos/film_*.gif"))) == 1
+    (film,) = events.Images("film")
+    assert film.step == 2 and film.encoded_image_string == (tmp_path / "film_0.gif").read_bytes()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 2.0), (2, 1.0)]
