@@ -83,7 +83,15 @@ class Generation:
             if not re.fullmatch(rb"[0-9]{1,7}", text):
                 refuse_text(text, key)
             ranks.append(int(text))
-        return self._claims(ranks)
+        return self.claims(ranks)
+
+    def claims(self, ranks: Sequence[int]) -> list[Member]:
+        """Return the processes that claim these ranks; none if one of them is not claimed."""
+        keys = [claim_key(rank) for rank in ranks]
+        if not self.store.check(keys):  # no rank has named them
+            return []
+        texts = self.store.multi_get(keys)
+        return [Member.from_json(text, rank) for text, rank in zip(texts, ranks, strict=True)]
 
     def publish(self, members: Members) -> None:
         """Write down who is in the job: from now on, it is complete."""
@@ -105,18 +113,10 @@ class Generation:
         """Return the rank that started this process, if the job is complete and has not ended; None otherwise."""
         if not self.is_complete() or self.is_over():
             return None
-        for claim in self._claims(range(self.members().world_size)):
+        for claim in self.claims(range(self.members().world_size)):
             if claim.is_above_me():
                 return claim
         return None
-
-    def _claims(self, ranks: Sequence[int]) -> list[Member]:
-        """Return the processes that claim these ranks; none if one of them is not claimed."""
-        keys = [claim_key(rank) for rank in ranks]
-        if not self.store.check(keys):  # no rank has named them
-            return []
-        texts = self.store.multi_get(keys)
-        return [Member.from_json(text, rank) for text, rank in zip(texts, ranks, strict=True)]
 
     # Giving up
 

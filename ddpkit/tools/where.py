@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from .. import LaunchError, detect_launch
-from ..join.members import Members
+from ..join.members import Member, Members
 from ..join.rendezvous import Generation
 from ..join.sockets import connect
 from ..join.store import connect_to_store, wait_for_listener
@@ -32,11 +32,19 @@ class Answer:
 
     Attributes:
         members: The ranks of the job.
+        claims: The process of each.
         activities: Of those that have answered.
     """
 
     members: Members
+    claims: list[Member]
     activities: list[Activity]
+
+    @property
+    def silent(self) -> list[Member]:
+        """List the processes of the ranks that have not answered."""
+        answered = {activity.rank for activity in self.activities}
+        return [claim for claim in self.claims if claim.rank not in answered]
 
 
 def ask(address: str, port: int, seconds: float) -> Answer:
@@ -45,7 +53,7 @@ def ask(address: str, port: int, seconds: float) -> Answer:
     Raises:
         LaunchError: If no job runs there, it has no watch, or rank 0's cannot be reached from here.
     """
-    members = _find_members(address, port)
+    members, claims = _find_members(address, port)
     if members.watch_address is None:
         raise LaunchError("The job runs without the watch, setup(watch=False), so its ranks cannot be asked.")
     try:
@@ -73,11 +81,11 @@ def ask(address: str, port: int, seconds: float) -> Answer:
                 message = parse(line, members.world_size)
                 if message is not None and message.activity is not None:
                     activities[message.activity.rank] = message.activity
-    return Answer(members, list(activities.values()))
+    return Answer(members, claims, list(activities.values()))
 
 
-def _find_members(address: str, port: int) -> Members:
-    """Read in the store who the ranks of the job are that meets there now."""
+def _find_members(address: str, port: int) -> tuple[Members, list[Member]]:
+    """Read in the store who the ranks of the job are that meets there now, and which process each is."""
     wait_for_listener(address, port, time.monotonic())
     store = connect_to_store(address, port, timedelta(seconds=_STORE_SECONDS))
     generation = Generation.latest(store)
@@ -87,24 +95,30 @@ def _find_members(address: str, port: int) -> Members:
         raise LaunchError(f"The ranks at {address}:{port} are still joining.")
     if generation.is_over():
         raise LaunchError(f"The job at {address}:{port} has ended.")
-    return generation.members()
+    members = generation.members()
+    return members, generation.claims(range(members.world_size))
 
 
 # Finding the jobs of which ranks run on this machine, by the environments of its processes.
 
 
-def jobs_here(processes: Path = Path("/proc")) -> list[tuple[str, int]]:
-    """Return the address of each job, MASTER_ADDR and MASTER_PORT; Linux shows those of one's own processes."""
-    jobs = set()
-    for folder in processes.glob("[0-9]*"):
+def jobs_here(processes: Path = Path("/proc")) -> dict[tuple[str, int], str]:
+    """Return the address of each job, MASTER_ADDR and MASTER_PORT, with one of its ranks' process and script.
+
+    Linux shows those of one's own processes.
+    """
+    jobs: dict[tuple[str, int], str] = {}
+    for folder in sorted(processes.glob("[0-9]*"), key=lambda folder: int(folder.name)):
         with suppress(OSError, LaunchError):  # another user's; ended; hints that contradict each other
             env = environment_of(int(folder.name), processes)
             if env.get("MASTER_PORT") is None:
                 continue
             launch = detect_launch(env)
             if launch.world_size > 1 and launch.master_addr and launch.master_port:
-                jobs.add((launch.master_addr, launch.master_port))
-    return sorted(jobs)
+                words = (folder / "cmdline").read_text().split("\0")
+                script = next((Path(word).name for word in words if word.endswith(".py")), words[0])
+                jobs.setdefault((launch.master_addr, launch.master_port), f"{script}, pid {folder.name}")
+    return jobs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -136,8 +150,9 @@ def run(args: argparse.Namespace) -> int:
         ranks = count(answer.members.world_size, "rank")
         nodes = count(len(answer.members.nodes), "node")
         print(f"{ranks} on {nodes}, at {time.strftime('%H:%M:%S')}, job {address}:{port}")
-        print("\n".join(fold(answer.activities, answer.members.world_size)))
-    return int(len(answer.activities) < answer.members.world_size)
+        processes = {claim.rank: str(claim) for claim in answer.claims}
+        print("\n".join(fold(answer.activities, answer.members.world_size, processes)))
+    return int(bool(answer.silent))
 
 
 def _only_job() -> tuple[str, int]:
@@ -147,17 +162,18 @@ def _only_job() -> tuple[str, int]:
         return address, int(port)
     jobs = jobs_here()
     if len(jobs) == 1:
-        return jobs[0]
+        return next(iter(jobs))
     which = "--job HOST:PORT takes the master that rank 0 logs when it has joined"
     if not jobs:
         raise LaunchError(f"No process here shows in its environment that it is a rank; {which}.")
-    found = ", ".join(f"{address}:{port}" for address, port in jobs)
-    raise LaunchError(f"Ranks of several jobs run here: choose one with --job, {found}.")
+    found = "".join(f"\n    --job {address}:{port}  ({what})" for (address, port), what in jobs.items())
+    raise LaunchError(f"Ranks of several jobs run here: choose one.{found}")
 
 
 def _as_json(answer: Answer) -> dict[str, object]:
     ranks = [asdict(each) for each in sorted(answer.activities, key=lambda each: each.rank)]
-    return {"world_size": answer.members.world_size, "ranks": ranks}
+    silent = [{"rank": each.rank, "host": each.host, "pid": each.pid} for each in answer.silent]
+    return {"world_size": answer.members.world_size, "ranks": ranks, "silent": silent}
 
 
 def _address(text: str) -> tuple[str, int]:

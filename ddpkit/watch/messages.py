@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from inspect import CO_GENERATOR
 from itertools import islice
@@ -159,12 +159,13 @@ class Picture:
         return fold(self._activities.values(), self._world_size)
 
 
-def fold(activities: Iterable[Activity], world_size: int) -> list[str]:
+def fold(activities: Iterable[Activity], world_size: int, processes: Mapping[int, str] | None = None) -> list[str]:
     """Write what all ranks are doing: those with equal stacks once, the most ranks first, then who did not answer.
 
     Args:
         activities: What the ranks have answered.
         world_size: Number of ranks in the job.
+        processes: Host and process of the ranks, if they are known.
     """
     alike: dict[tuple[str, ...], list[Activity]] = {}
     for activity in sorted(activities, key=lambda each: each.rank):
@@ -180,6 +181,7 @@ def fold(activities: Iterable[Activity], world_size: int) -> list[str]:
     if unanswered:
         words = "no answer; it has left, is stopped, or is in a C call that holds the interpreter"
         lines.append(f"{_name(unanswered)}: {words}")
+        lines += [f"    rank {rank}: {processes[rank]}" for rank in unanswered if processes]
     if unreached:
         lines.append(f"{_name(unreached)}: not reached, for the question goes over ranks that do not answer")
     return lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from signals import stop_process
 import ddpkit
 from ddpkit.errors import LaunchError
 from ddpkit.job import current_job
-from ddpkit.tools import cli
+from ddpkit.tools import cli, where
 from ddpkit.tools.where import Answer, ask, jobs_here
 from ddpkit.watch import links as monitor_tree
 from ddpkit.watch.messages import Activity, fold
@@ -116,7 +117,12 @@ def test_a_stopped_rank_is_one_that_does_not_answer_and_the_job_goes_on(
     with job(3, tmp_path) as (port, crew):
         stop_process(crew[2].pid)
         assert cli.main(["where", "--job", f"127.0.0.1:{port}"]) == 1
-        assert "rank 2: no answer" in capsys.readouterr().out
+        *_, told, process = capsys.readouterr().out.splitlines()
+        assert told.startswith("rank 2: no answer")
+        assert process == f"    rank 2: {socket.gethostname()} (pid {crew[2].pid})"
+        assert cli.main(["where", "--json", "--job", f"127.0.0.1:{port}"]) == 1
+        silent = json.loads(capsys.readouterr().out)["silent"]
+        assert silent == [{"rank": 2, "host": socket.gethostname(), "pid": crew[2].pid}]
         os.kill(crew[2].pid, signal.SIGCONT)
         assert len(ask("127.0.0.1", port, PATIENCE).activities) == 3
 
@@ -202,7 +208,9 @@ def test_a_batch_and_a_collective_begin_the_seconds_anew() -> None:
         assert before == idle < batch < collective
 
 
-def test_jobs_are_found_by_the_environments_of_their_ranks(tmp_path: Path) -> None:
+def test_jobs_are_found_by_the_environments_of_their_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for pid, env in {
         "1": "RANK=0\0WORLD_SIZE=2\0MASTER_ADDR=10.0.0.1\0MASTER_PORT=29500\0",
         "2": "RANK=1\0WORLD_SIZE=2\0MASTER_ADDR=10.0.0.1\0MASTER_PORT=29500\0",
@@ -212,5 +220,11 @@ def test_jobs_are_found_by_the_environments_of_their_ranks(tmp_path: Path) -> No
     }.items():
         (tmp_path / pid).mkdir()
         (tmp_path / pid / "environ").write_text(env)
+        (tmp_path / pid / "cmdline").write_text("python\0-u\0/home/me/train.py\0--lr=1\0")
     (tmp_path / "6").mkdir()
-    assert jobs_here(tmp_path) == [("10.0.0.1", 29500)]
+    assert jobs_here(tmp_path) == {("10.0.0.1", 29500): "train.py, pid 1"}
+    (tmp_path / "3" / "environ").write_text("RANK=0\0WORLD_SIZE=2\0MASTER_ADDR=10.0.0.2\0MASTER_PORT=29500\0")
+    monkeypatch.setattr(where, "jobs_here", lambda: jobs_here(tmp_path))
+    assert cli.main(["where"]) == 1
+    shown = capsys.readouterr().err
+    assert "choose one.\n    --job 10.0.0.1:29500  (train.py, pid 1)\n    --job 10.0.0.2:29500  (train.py" in shown
