@@ -260,6 +260,13 @@ def test_ranks_on_different_hosts_are_told_apart() -> None:
     assert found(out)["ranks"]["found"] == "2 ranks on 2 hosts"
 
 
+@pytest.mark.skipif(not can_be(["unshare", "--net"]), reason="needs the right to make a network namespace")
+def test_a_loopback_interface_that_is_down_is_named() -> None:
+    out, err = start("--json", on=["unshare", "--net"]).communicate(timeout=600)
+    assert "cannot connect to 127.0.0.1: [Errno 101]" in found(out)["interface"]["found"]
+    assert "ip link set lo up" in found(out)["interface"]["remedy"] and "frame #" not in err
+
+
 def test_what_one_rank_alone_finds_is_reported_with_its_name_and_fails_all() -> None:
     port = free_port()
     envs = [platform_env(0, 2, port), platform_env(1, 2, port, GLOO_SOCKET_IFNAME="nosuch0")]

@@ -155,6 +155,9 @@ def _check_machine(report: Report, args: argparse.Namespace) -> None:
     """Check this machine, and let two processes meet on it."""
     master = os.environ.get("MASTER_ADDR", "").strip()
     _check_here(report, checks_ports=not master or any(map(checks.is_local, checks.resolve(master))))
+    if report.has_failed("interface"):
+        report.skip_rest("processes cannot connect to each other")
+        return
     device = args.device
     if device is None and count_accelerators() < 2:
         device = "cpu"
@@ -170,7 +173,7 @@ def _check_job(report: Report, launch: Launch, args: argparse.Namespace) -> None
     """Check the job that was launched, on every rank. Collective, as far as ranks come."""
     hosts_store = launch.rank == 0 and not store_outlives_ranks(launch)
     _check_here(report, checks_ports=hosts_store and launch.master_port is not None)
-    if any(check.name == "ports" and check.status == "failed" for check in report.checks):
+    if report.has_failed("ports"):
         report.skip_rest("rank 0 cannot listen at its port")
         return
     ranks = count(launch.world_size, "rank")

@@ -136,6 +136,12 @@ def interface() -> Check:
     """Check the interface that gloo would use between nodes: can another node reach it?"""
     host = socket.gethostname()
     here = [name for _, name in socket.if_nameindex()]
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), 5).close()
+    except OSError as error:
+        found = f"processes here cannot connect to 127.0.0.1: {error}"
+        return Check("interface", "failed", found, "Bring the loopback interface up: ip link set lo up")
     named = os.environ.get("GLOO_SOCKET_IFNAME", "")
     missing = [name for name in named.split(",") if name and name not in here]
     if missing:

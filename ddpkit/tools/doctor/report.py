@@ -157,6 +157,10 @@ class Report:
         """Add a result."""
         self.checks.append(check)
 
+    def has_failed(self, name: str) -> bool:
+        """Return whether a check of this process has failed."""
+        return any((check.name, check.status) == (name, "failed") for check in self.checks)
+
     def attempt(self, name: str, probe: Callable[..., Check], *args: Any) -> None:
         """Run a check; if it cannot run, report that as its result."""
         try:
