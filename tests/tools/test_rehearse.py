@@ -303,23 +303,42 @@ def test_undisturbed_runs_that_differ_set_the_tolerance_or_are_left_out() -> Non
     assert reference.add(run_of([1.0, 2.0])) == "2 steps, not 3"
 
 
-def test_files_are_compared_by_the_tensors_that_both_folders_have(tmp_path: Path) -> None:
+def test_files_are_compared_by_the_tensors_and_numbers_that_both_folders_have(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
+
+    def save(folder: Path, net: list[Any], rng: int = 0, **numbers: Any) -> None:
+        state = (3, tuple(range(rng, 625)), None)
+        torch.save(
+            {"net": net, "rng": torch.full((4,), rng, dtype=torch.uint8), "random": state} | numbers,
+            folder / "deep/a.pt",
+        )
+
+    def compare() -> trials.Difference:
+        return trials.compare_files(first, second, {"time in deep/a.pt"})
+
     for folder in (first, second):
         (folder / "deep").mkdir(parents=True)
-        torch.save({"net": [torch.ones(3)], "rng": torch.zeros(4, dtype=torch.uint8)}, folder / "deep/a.pt")
+        save(folder, [torch.ones(3)])
         np.save(folder / "other.npy", np.ones(3))
-    assert trials.compare_files(first, second).bits and trials.compare_files(first, second).compared == ["deep/a.pt"]
-    torch.save({"net": [torch.tensor([1.0, 1.0, 1.5])], "rng": torch.ones(4, dtype=torch.uint8)}, second / "deep/a.pt")
-    difference = trials.compare_files(first, second)
-    assert difference.greatest == 0.5 and difference.where == "net.0 in deep/a.pt" and not difference.bits
-    torch.save({"net": [torch.tensor([1.0, 1.0, torch.nan])]}, second / "deep/a.pt")
-    assert trials.compare_files(first, second).greatest == np.inf
-    torch.save({"net": [torch.tensor([1.0, 1.0, torch.nan])]}, first / "deep/a.pt")
-    assert trials.compare_files(first, second).bits and trials.compare_files(first, second).greatest == 0
-    torch.save({"net": [torch.ones(3)]}, first / "deep/a.pt")
-    torch.save({"net": []}, second / "deep/a.pt")
-    assert trials.compare_files(first, second).where == "net.0 in deep/a.pt"
+    assert compare().bits and compare().compared == ["deep/a.pt"]
+    save(second, [torch.tensor([1.0, 1.0, 1.5])], rng=1)
+    assert (compare().greatest, compare().where, compare().bits) == (0.5, "net.0 in deep/a.pt", False)
+    save(second, [torch.tensor([1.0, 1.0, torch.nan])])
+    assert compare().greatest == np.inf
+    save(first, [torch.tensor([1.0, 1.0, torch.nan])])
+    assert compare().bits and compare().greatest == 0
+    save(first, [torch.ones(3)])
+    save(second, [])
+    assert compare().where == "net.0 in deep/a.pt"
+
+    save(first, [], scaler={"scale": 4194304.0}, step=100, time=1.0)
+    save(second, [], scaler={"scale": 16384.0}, step=100, time=2.0)
+    assert compare().where == "scaler.scale in deep/a.pt" and 0.99 < compare().greatest < 1
+    save(second, [], scaler={"scale": 4194304.0}, step=101, time=2.0)
+    assert compare().where == "step in deep/a.pt" and compare().greatest == np.inf
+    varying: set[str] = set()
+    assert trials.compare_files(first, second, varying, is_undisturbed=True).bits
+    assert varying == {"step in deep/a.pt", "time in deep/a.pt"}
+
     (second / "deep/a.pt").unlink()
-    assert trials.compare_files(first, second).greatest == np.inf
-    assert trials.compare_files(first, second).where == "deep/a.pt"
+    assert (compare().greatest, compare().where) == (np.inf, "deep/a.pt")

@@ -17,7 +17,10 @@ from ..cli import count
 from .rank import Start, plan_trial
 from .runs import Options, Reference, Run, run_once
 
-# Compare the tensors in the files of two folders.
+# Compare the tensors and numbers in the files of two folders.
+
+_Entry = Tensor | int | float
+_MANY = 600  # numbers in a list: more are the state of a generator, which Python's has 625 of
 
 
 @dataclass
@@ -25,10 +28,11 @@ class Difference:
     """How the files of two runs differ.
 
     Attributes:
-        compared: Files with floating-point tensors that are in both folders.
-        greatest: Of all differences, relative to the greatest element; infinite where something is missing.
-        where: The file, and the tensor in it.
-        bits: Whether all floating-point tensors are equal bit for bit.
+        compared: Files with tensors or numbers that are in both folders.
+        greatest: Of all differences, relative to the greatest element; infinite where something is missing, or a
+            whole number is another.
+        where: The file, and the tensor or number in it.
+        bits: Whether all is equal bit for bit.
     """
 
     compared: list[str] = field(default_factory=list)
@@ -44,10 +48,16 @@ class Difference:
             self.where = where
 
 
-def compare_files(first: Path, second: Path) -> Difference:
+def compare_files(first: Path, second: Path, varying: set[str], is_undisturbed: bool = False) -> Difference:
     """Compare the files of two runs that have the same name and hold tensors, as far as torch reads them safely.
 
     The second run may lack any but the last one.
+
+    Args:
+        first: The folder of a run.
+        second: That of another.
+        varying: What is not compared, since it differs between undisturbed runs, such as times.
+        is_undisturbed: Whether both runs were undisturbed: then numbers that differ are added to `varying`.
     """
     difference = Difference()
     name = ""
@@ -60,18 +70,31 @@ def compare_files(first: Path, second: Path) -> Difference:
         if (second / name).is_file():
             difference.compared.append(name)
             found = _read(second / name)
-            for path, tensor in expected.items():
-                _compare(difference, f"{path} in {name}", tensor, found.get(path))
+            for path, entry in expected.items():
+                where = f"{path} in {name}"
+                apart = None if where in varying else _compare(entry, found.get(path))
+                if apart is None:
+                    continue
+                if is_undisturbed and not (isinstance(entry, Tensor) and entry.is_floating_point()):
+                    varying.add(where)
+                else:
+                    difference.add(apart, where)
     if name and name not in difference.compared:
         difference.add(math.inf, name)
     return difference
 
 
-def _compare(difference: Difference, where: str, tensor: Tensor, other: Tensor | None) -> None:
-    if other is None or other.shape != tensor.shape or other.dtype != tensor.dtype:
-        difference.add(math.inf, where)
-    elif not torch.equal(flat_bytes(tensor), flat_bytes(other)):
-        difference.add(_relative(tensor, other), where)
+def _compare(entry: _Entry, other: _Entry | None) -> float | None:
+    """Return the difference, relative to the greatest element; None if all is equal bit for bit."""
+    if not isinstance(entry, Tensor) or not isinstance(other, Tensor):
+        if type(entry) is not type(other):
+            return math.inf
+        entry, other = torch.tensor(entry), torch.tensor(other)
+    if other.shape != entry.shape or other.dtype != entry.dtype:
+        return math.inf
+    if torch.equal(flat_bytes(entry), flat_bytes(other)):
+        return None
+    return _relative(entry, other) if entry.is_floating_point() else math.inf
 
 
 def _relative(tensor: Tensor, other: Tensor) -> float:
@@ -84,29 +107,31 @@ def _relative(tensor: Tensor, other: Tensor) -> float:
     return math.inf if math.isnan(relative) else relative
 
 
-def _read(file: Path) -> dict[str, Tensor]:
-    """Read the floating-point tensors of a file, by their place in it; {} if it is none that torch reads safely."""
+def _read(file: Path) -> dict[str, _Entry]:
+    """Read the tensors and numbers of a file, by their place in it; {} if it is none that torch reads safely."""
     try:
         with file.open("rb") as start:
             if start.read(2) != b"PK":  # the archive that `torch.save` writes
                 return {}
-        return dict(_tensors(torch.load(file, map_location="cpu", weights_only=True), ""))
+        return dict(_entries(torch.load(file, map_location="cpu", weights_only=True), ""))
     except Exception:
         return {}
 
 
-def _tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        if value.is_floating_point() and value.layout == torch.strided and not value.is_meta:
-            yield path.removeprefix("."), value
-        return
+def _entries(value: Any, path: str) -> Iterator[tuple[str, _Entry]]:
     children: Any = ()
-    if isinstance(value, Mapping):
+    if isinstance(value, Tensor):
+        is_state = value.dtype == torch.uint8  # of a generator
+        if value.layout == torch.strided and not (value.is_meta or value.is_complex() or is_state):
+            yield path.removeprefix("."), value
+    elif isinstance(value, int | float):
+        yield path.removeprefix("."), value
+    elif isinstance(value, Mapping):
         children = value.items()
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple) and not (len(value) > _MANY and isinstance(value[0], int)):
         children = enumerate(value)
     for key, child in children:
-        yield from _tensors(child, f"{path}.{key}")
+        yield from _entries(child, f"{path}.{key}")
 
 
 _TOLERANCE = 1e-3  # relative difference of tensors in files, where undisturbed runs agree exactly
@@ -164,6 +189,7 @@ class Rehearsal:
         self.length = 0
         self._undisturbed: dict[int, Run] = {}
         self._differences: list[Difference] = []  # between the files of undisturbed runs
+        self._varying: set[str] = set()  # numbers in these files that differ
 
     def run_undisturbed(self) -> None:
         """Run the script on each number of ranks, on the first one twice.
@@ -206,7 +232,7 @@ class Rehearsal:
             made = max([made, *ends])
             if ends and ends[-1] == self.length and all(rank in _survived(run) for rank in run.failed):
                 break  # it came to the end of the script, also if the others went on after one was killed
-        trial = Trial(number, runs, compare_files(self._folder / _WHOLE, self._folder / name))
+        trial = Trial(number, runs, compare_files(self._folder / _WHOLE, self._folder / name, self._varying))
         self._check_ends(trial)
         self._check_steps(trial)
         self._check_files(trial)
@@ -241,7 +267,8 @@ class Rehearsal:
         """Learn from another undisturbed run; return why it cannot be compared, "" if it can."""
         reason = reference.add(run)
         if not reason:
-            self._differences.append(compare_files(self._folder / _WHOLE, self._folder / name))
+            folders = self._folder / _WHOLE, self._folder / name
+            self._differences.append(compare_files(*folders, self._varying, is_undisturbed=True))
         return reason
 
     def _check_ends(self, trial: Trial) -> None:
@@ -278,11 +305,13 @@ class Rehearsal:
             return
         usual = [_MARGIN * other.greatest for other in self._differences]
         if self._options.exact and not difference.compared:
-            trial.wrong.append("no file holds tensors that could be compared bit for bit")
+            trial.wrong.append("no file holds tensors or numbers that could be compared bit for bit")
         elif self._options.exact and not difference.bits:
             trial.wrong.append(f"not equal bit for bit: {difference.where}")
         elif math.isinf(difference.greatest) and not math.isinf(max(usual)):
-            trial.wrong.append(f"{difference.where} is missing, of another shape or type, or not finite")
+            trial.wrong.append(
+                f"{difference.where} is missing, another number, of another shape or type, or not finite"
+            )
         elif difference.greatest > max(_TOLERANCE, *usual):
             trial.wrong.append(f"{difference.where} differs by {difference.greatest:.2g} of its greatest element")
 
