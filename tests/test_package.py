@@ -216,7 +216,7 @@ def test_a_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> N
     names = set(wheel.namelist())
     package = {name for name in names if ".dist-info/" not in name}
     modules = {f"ddpkit/{module}.py" for module in MODULES} - {"ddpkit/testing/hooks.py"}
-    assert package == modules | {"ddpkit/py.typed", "ddpkit_pytest.py"}
+    assert package == modules | {"ddpkit/py.typed", "ddpkit_pytest.py", "ddpkit/tools/check/rules.json"}
     assert {name.split("/")[0] for name in names - package} == {f"ddpkit-{ddpkit.__version__}.dist-info"}
 
 

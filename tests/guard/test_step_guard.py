@@ -525,7 +525,11 @@ def test_a_loader_that_has_lost_a_worker_is_no_bad_batch() -> None:
             with guard:
                 next(batches)
     assert guard.skips == 0
-    assert loader.state_dict()["consumed"] <= 16
+    try:
+        consumed = loader.state_dict()["consumed"]
+    except RuntimeError:  # of torch's handler, once, where the guard has found the loss before it
+        consumed = loader.state_dict()["consumed"]
+    assert consumed <= 16
 
 
 @pytest.mark.ranks(1, 2)
