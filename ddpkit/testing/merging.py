@@ -186,7 +186,11 @@ def _merge_lost(item: pytest.Item, lost: list[Answer], ranks: list[Reports]) -> 
         lines.append(f"Rank {answer.rank} of {len(ranks)} {answer.problem}.")
         if answer.stack:
             lines.append(f"It was here:\n{answer.stack}")
-    lines += [f"rank {rank}: {_describe(reports)}" for rank, reports in enumerate(ranks) if reports]
+    ended = {rank: _describe(reports) for rank, reports in enumerate(ranks) if reports}
+    for answer in lost:  # of a lost rank only a failure counts: its fixtures passed, not the test
+        if ended.get(answer.rank) == "passed":
+            del ended[answer.rank]
+    lines += [f"rank {rank}: {outcome}" for rank, outcome in ended.items()]
     report = _failure(item, "call", "\n".join(lines))
     every = [(rank, report) for rank, reports in enumerate(ranks) for report in reports]
     report.sections = _sections(every, len(ranks))
