@@ -176,11 +176,13 @@ class RankPlugin:
         self._problems: list[str] = []  # of collecting
         self._folder = Path()
         self._failing: BaseException | None = None
+        self._show_warning = warnings.showwarning
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_configure(self, config: pytest.Config) -> None:
         """Take over the test process's options, and tell other plugins that this run is a part."""
         vars(config.option).update(self._options.options)
+        warnings.showwarning = lambda *args, **kwargs: None  # of other plugins: the test process has shown it
         config.__dict__["workerinput"] = {
             **self._options.options,
             "workerid": f"rank{self._rank}",
@@ -199,6 +201,7 @@ class RankPlugin:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Run the tasks that arrive, until nothing more comes."""
         self._session = session
+        warnings.showwarning = self._show_warning
         self._arguments = [*sys.argv]
         self._threads = torch.get_num_threads()
         threading.Thread(target=self._listen, name="ddpkit testing", daemon=True).start()

@@ -284,8 +284,19 @@ def pytest_runtest_protocol(item, nextitem):
 """
 
 
-def test_a_plugin_that_repeats_tests_does_not_repeat_those_on_ranks(pytester: pytest.Pytester, tmp_path: Path) -> None:
-    pytester.makeconftest(REPEATS)
+WARNS = """
+import warnings
+
+def pytest_configure(config):
+    if hasattr(config, "workerinput"):
+        warnings.warn("of another plugin")
+"""
+
+
+def test_other_plugins_neither_repeat_the_tests_on_ranks_nor_warn_on_each(
+    pytester: pytest.Pytester, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytester.makeconftest(REPEATS + WARNS)
     source = f"""
 @pytest.mark.ranks(2)
 def test_it(rank):
@@ -297,6 +308,7 @@ def test_it(rank):
     outcomes, text = run(pytester, source)
     assert outcomes == {"test_it[2ranks]": "FAILED"} and "1 failed" in text, text
     assert [(tmp_path / f"times{rank}").read_text() for rank in range(2)] == ["x", "x"]
+    assert "of another plugin" not in "".join(capfd.readouterr())
 
 
 ALONE = """
