@@ -20,14 +20,25 @@ DOCS = sorted(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in 
 PAGES = [ROOT / "README.md", *DOCS, *sorted((ROOT / ".github").glob("*.md"))]
 
 
+FENCE = re.compile(r"( *)(`{3,}|~{3,}) *(.*)")
+
+
 def python_of(text: str) -> str:
-    """The page with all but its ```python blocks blanked out, so that line numbers stay those of the page."""
-    out, inside = [], False
+    """The page with all but its ```python blocks blanked out, so that line numbers stay those of the page.
+
+    A block may stand in a list, indented, or in a directive, whose own fence is longer.
+    """
+    out = []
+    fences: list[re.Match[str]] = []  # those that are open
     for line in text.splitlines():
-        fence = line.startswith("```")
-        out.append(line if inside and not fence else "")
-        if fence:
-            inside = not inside and line.strip() == "```python"
+        found = FENCE.fullmatch(line)
+        indent, marks, language = fences[-1].groups() if fences else ("", "", "{page}")
+        closes = bool(fences) and found is not None and not found[3] and found[2].startswith(marks)
+        out.append("" if closes or language != "python" else line.removeprefix(indent))
+        if closes:
+            fences.pop()
+        elif found and language.startswith("{"):
+            fences.append(found)
     return "\n".join(out).rstrip() + "\n"
 
 
@@ -59,6 +70,15 @@ def run_page(folder: str, name: str) -> None:
 def test_only_fences_marked_python_count_and_keep_their_line_numbers() -> None:
     text = "a\n```bash\nls\n```\n```python\nx = 1\n```\n```{eval-rst}\ny\n```\n```python\nx += 1\n```\n"
     assert python_of(text).splitlines() == [""] * 5 + ["x = 1"] + [""] * 5 + ["x += 1"]
+
+
+def test_fences_in_lists_and_directives_count_as_well() -> None:
+    listed = "- a:\n\n  ```python\n  if x:\n\n      y = 1\n  ```\n"
+    assert python_of(listed).splitlines() == ["", "", "", "if x:", "", "    y = 1"]
+    inner = "````{dropdown} More\n```python\nx = 1\n```\n````\n~~~python\ny = 2\n~~~\n"
+    assert python_of(inner).splitlines() == ["", "", "x = 1", "", "", "", "y = 2"]
+    quoted = "````markdown\n```python\nx = 1\n```\n````\n```{code-block} python\ny = 2\n```\n"
+    assert python_of(quoted).strip() == ""
 
 
 def test_the_readme_is_short_and_has_two_commands() -> None:
