@@ -37,8 +37,8 @@ def main() -> None:
     report = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     lines = [line for line in as_printed(report).splitlines() if not line.startswith(LEFT_OUT)]
     seconds, cores, output = time.monotonic() - start, report["cores"], "\n".join(lines)
-    text = f"""`python -m ddpkit bench {" ".join(FLAGS)}` took {seconds:.0f} s on a machine of {cores} cores; three of
-the four collectives are left out here:
+    text = f"""`python -m ddpkit bench {" ".join(FLAGS)}` took {seconds:.0f} s on a machine of {cores} cores; only
+all_reduce is shown:
 
 ```text
 {output}
