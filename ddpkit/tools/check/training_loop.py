@@ -103,7 +103,9 @@ class TrainingLoop:
         inside = set(map(id, module.parameters()))
         self._zero([o for o in list(self.optimizers) if inside.issuperset(map(id, parameters_of(o)))])
 
-    def _clip(self, parameters: Any, bound: float, *args: Any, **kwargs: Any) -> None:
+    def _clip(self, *args: Any, **kwargs: Any) -> None:
+        given = dict(zip(("parameters", "max_norm"), args, strict=False)) | kwargs
+        parameters, bound = given["parameters"], float(given.get("max_norm", given.get("clip_value", 0.0)))
         clipped = set(map(id, [parameters] if isinstance(parameters, Tensor) else list(parameters)))
         owners = [o for o in list(self.optimizers) if not clipped.isdisjoint(map(id, parameters_of(o)))]
         if owners and math.isfinite(bound) and self._recorder.step < _MANY:
@@ -202,6 +204,8 @@ def _thrown_away(events: list[Any]) -> list[Any]:
 
 def _divided_twice(facts: Facts) -> _Found:
     for steps in _optimizers(facts):
+        if any(step["summed"] for step in steps):  # gradients of all ranks are added up: a loss may count less
+            continue
         totals = [_totals(step) for step in steps]
         many = max(map(len, totals))
         full = [weights for weights in totals if len(weights) == many]
