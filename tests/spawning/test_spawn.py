@@ -329,7 +329,10 @@ ddpkit.spawn(train, 2, 3)
 def test_ranks_of_a_notebook_work_and_print_in_it() -> None:
     manager = pytest.importorskip("jupyter_client.manager")
     env = {name: text for name, text in os.environ.items() if name != "PYTHONUNBUFFERED"}  # which splits lines
-    kernel, client = manager.start_new_kernel(kernel_name="python3", startup_timeout=600, env=env)
+    kernel = manager.KernelManager(kernel_name="python3", transport="ipc")  # a port may be taken before it binds it
+    kernel.start_kernel(env=env)
+    client = kernel.client()
+    client.start_channels()
     said: dict[str, str] = {"stdout": "", "stderr": "", "result": ""}
 
     def hear(message: dict[str, Any]) -> None:
@@ -340,6 +343,7 @@ def test_ranks_of_a_notebook_work_and_print_in_it() -> None:
             said["result"] += content["data"]["text/plain"]
 
     try:
+        client.wait_for_ready(timeout=600)
         reply = client.execute_interactive(CELL, output_hook=hear, timeout=600)
     finally:
         client.stop_channels()
