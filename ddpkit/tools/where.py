@@ -152,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{ranks} on {nodes}, at {time.strftime('%H:%M:%S')}, job {address}:{port}")
         processes = {claim.rank: str(claim) for claim in answer.claims}
         print("\n".join(fold(answer.activities, answer.members.world_size, processes)))
-    return int(bool(answer.silent))
+    return int(len(answer.activities) < answer.members.world_size)
 
 
 def _only_job() -> tuple[str, int]:
