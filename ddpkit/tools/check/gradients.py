@@ -277,7 +277,8 @@ def _find_divisors(facts: Facts, rows: list[list[Record]]) -> Iterator[Finding]:
             return
 
 
-def _by_line(losses: list[dict[str, Any]]) -> _Losses:
+def by_line(losses: list[dict[str, Any]]) -> _Losses:
+    """Put together the records of each line, () for those of none."""
     found: _Losses = {}
     for loss in losses:
         found.setdefault(tuple(loss["where"][0]) if loss["where"] else (), []).append(loss)
@@ -296,11 +297,11 @@ def _near(one: float, other: float) -> bool:
 def _find_uneven(facts: Facts, rows: list[list[Record]]) -> Finding | None:
     """Find means over different numbers of samples that count as equals in one step."""
     for records in rows:
-        tables = [_by_line(record["losses"]) for record in records]
+        tables = [by_line(record["losses"]) for record in records]
         for line in tables[0]:
             if not all(line in table for table in tables):
                 continue
-            losses = [_by_backward(table[line]) for table in tables]
+            losses = [by_backward(table[line]) for table in tables]
             number = len(losses[0])
             if 1 < number <= len(records[0]["position"]):  # each from a loader of its own: tasks
                 continue
@@ -317,7 +318,7 @@ def _find_uneven(facts: Facts, rows: list[list[Record]]) -> Finding | None:
     return None
 
 
-def _by_backward(losses: list[dict[str, Any]]) -> list[tuple[float, int]]:
+def by_backward(losses: list[dict[str, Any]]) -> list[tuple[float, int]]:
     """Give for each backward pass the weight of its losses, and over how many samples they are means."""
     found: dict[int, tuple[float, int]] = {}
     for loss in losses:
@@ -369,7 +370,7 @@ def _severity(step: Record) -> str:
 
 def _are_one_mean(by_rank: list[list[dict[str, Any]]]) -> bool:
     """Return whether sums over samples were divided before by the number of samples of all ranks: they weigh 1."""
-    sums = _by_line([loss for losses in by_rank for loss in losses if loss["summed"]])
+    sums = by_line([loss for losses in by_rank for loss in losses if loss["summed"]])
     return any(_near(_total(losses), 1.0) for losses in sums.values())
 
 

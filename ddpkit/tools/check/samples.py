@@ -235,7 +235,7 @@ def _find_same_draws(facts: Facts) -> Iterator[Finding]:
         if kinds and not agree(records, "content"):
             who = "the loaders" if worker is None else f"workers {worker}"
             evidence = f"{who} of {facts.who} draw from equal states of {', '.join(kinds)}"
-            yield _same_numbers(facts, evidence, *_seeded(facts, *kinds), records[0]["lines"])
+            yield facts.finding("same-random-numbers", evidence, *_seeded(facts, *kinds), records[0]["lines"])
 
 
 def _find_same_noise(facts: Facts) -> Iterator[Finding]:
@@ -250,11 +250,7 @@ def _find_same_noise(facts: Facts) -> Iterator[Finding]:
     if lines and not own_lines:
         return
     evidence = f"at each of {len(drawn)} steps {facts.who} draw from equal states of {', '.join(kinds)}"
-    yield _same_numbers(facts, evidence, *_seeded(facts, *kinds), own_lines)
-
-
-def _same_numbers(facts: Facts, evidence: str, *lines: Any) -> Finding:
-    return facts.finding("same-random-numbers", evidence, *lines)
+    yield facts.finding("same-random-numbers", evidence, *_seeded(facts, *kinds), own_lines)
 
 
 def _equal_states(drawn: list[list[Record]], least: int) -> list[str]:

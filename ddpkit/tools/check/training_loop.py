@@ -13,7 +13,8 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from ..recorder import Record, Recorder, after, before, parameters_of
-from .facts import Facts, Finding, name_some, place
+from .facts import Facts, Finding, name_some
+from .gradients import by_backward, by_line
 from .modules import Modules
 from .source import Place, Stack, stack
 
@@ -160,11 +161,8 @@ def _optimizers(facts: Facts) -> Iterator[list[Record]]:
 
 
 def _by_line(records: list[Record]) -> list[list[Record]]:
-    """Put together the records of each line, of several."""
-    found: dict[Place | None, list[Record]] = {}
-    for record in records:
-        found.setdefault(place(record["where"]), []).append(record)
-    return [group for line, group in found.items() if line]
+    """Put together the records of each line of the script."""
+    return [group for line, group in by_line(records).items() if line]
 
 
 def _clips(facts: Facts) -> _Found:
@@ -206,21 +204,13 @@ def _divided_twice(facts: Facts) -> _Found:
     for steps in _optimizers(facts):
         if any(step["summed"] for step in steps):  # gradients of all ranks are added up: a loss may count less
             continue
-        totals = [_totals(step) for step in steps]
+        totals = [[total / step["scale"] for total, _ in by_backward(step["losses"])] for step in steps]
         many = max(map(len, totals))
         full = [weights for weights in totals if len(weights) == many]
         share = 1.0 / max(many, 1) ** 2
         if many > 1 and len(full) > 1 and all(abs(w - share) <= _EXACT * share for ws in full for w in ws):
             seen = f"each of {many} micro-batches of a step counts 1/{many**2}, and all of them 1/{many}"
             yield "divided-twice", seen, [steps[0]["backward"], steps[0]["losses"][0]["where"]]
-
-
-def _totals(step: Record) -> list[float]:
-    """List the weight of each micro-batch of a step."""
-    found: dict[int, float] = {}
-    for loss in step["losses"]:
-        found[loss["backward"]] = found.get(loss["backward"], 0.0) + loss["total"] / step["scale"]
-    return list(found.values())
 
 
 def _evaluation_mode(facts: Facts) -> _Found:
