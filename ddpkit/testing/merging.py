@@ -186,11 +186,11 @@ def _merge_lost(item: pytest.Item, lost: list[Answer], ranks: list[Reports]) -> 
         lines.append(f"Rank {answer.rank} of {len(ranks)} {answer.problem}.")
         if answer.stack:
             lines.append(f"It was here:\n{answer.stack}")
-    ended = {rank: _describe(reports) for rank, reports in enumerate(ranks) if reports}
-    for answer in lost:  # of a lost rank only a failure counts: its fixtures passed, not the test
-        if ended.get(answer.rank) == "passed":
-            del ended[answer.rank]
-    lines += [f"rank {rank}: {outcome}" for rank, outcome in ended.items()]
+    lost_ranks = [answer.rank for answer in lost]
+    for rank, reports in enumerate(ranks):
+        outcome = _describe(reports)
+        if reports and not (rank in lost_ranks and outcome == "passed"):  # of a lost rank only the fixtures
+            lines.append(f"rank {rank}: {outcome}")
     report = _failure(item, "call", "\n".join(lines))
     every = [(rank, report) for rank, reports in enumerate(ranks) for report in reports]
     report.sections = _sections(every, len(ranks))
