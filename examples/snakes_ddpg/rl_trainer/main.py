@@ -172,6 +172,8 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: ddpkit.Sto
                     agent.finish_update()
                     losses += agent.start_update(batch)
                 sums["updates"] += 1
+            if stopping.now():
+                break
         with clock("update"):
             agent.finish_update()
         sums["a_loss"], sums["c_loss"] = losses.tolist()

@@ -6,8 +6,11 @@ the 42 numbers of `features.py`, and the search is that of `search.py`, both wit
 a number from 0 to 199, row by row, and a set of cells an integer with a bit for each.
 """
 
+# ruff: noqa: B905  (the platform's Python may be too old for zip(strict=…))
+
 import base64
 import sys
+import time
 import traceback
 from collections import namedtuple
 
@@ -34,6 +37,7 @@ ACTOR = []  # (weights, biases) of each layer, float32
 CRITIC = []  # the same
 RIVAL = []  # the same, or nothing: what a rival is worth
 STEPS = 0  # that the search looks ahead; 0: play as the actor prefers
+SECONDS = 0.5  # that a team's moves in a step may take; then the search answers with what it has found
 GAMMA = 0.97  # this and the next as in search.py
 LAMBDA = 0.65
 NEAR = 6
@@ -109,26 +113,28 @@ def remember(bodies, started):
         _seen["bodies"] = bodies
         _plans.clear()
     before = _seen["before"] or [None] * SNAKES
-    return [find_heading(body, old) for body, old in zip(bodies, before)]  # noqa: B905
+    return [find_heading(body, old) for body, old in zip(bodies, before)]
 
 
 def search(bodies, headings, beans, team):
-    """Find the way of each snake as `search.py` does: the actor's, or another after which its team stands better."""
+    """Find the way of each snake as `search.py` does: the actor's, or another after which its team stands better.
+
+    Each snake looks ahead one step after the other, for as long as there is time: a third of it,
+    and what the snakes before have left.
+    """
+    begin = time.monotonic()
     seen = [look(bodies, beans, s, headings[s]) for s in range(SNAKES)]
     ranks = [rank(features) for features in seen]
     ways = [best for best, _, _ in ranks]
-    if STEPS == 0:
-        return ways
-    for s in range(3 * team, 3 * team + 3):
+    for k in range(3):
+        s = 3 * team + k
+        deadline = begin + SECONDS * (k + 1) / 3
         preferred = ways[s]
-        values = [-np.inf] * 3
-        for way in range(3):
-            is_free = seen[s][PER_WAY * way]
-            if is_free or way == preferred:
-                other = [*ways[:s], way, *ways[s + 1 :]]
-                values[way] = value(bodies, headings, beans, s, other, ranks)
-        values[preferred] += MARGIN
-        ways[s] = values.index(max(values))
+        tried = [way for way in range(3) if seen[s][PER_WAY * way] or way == preferred]
+        others = [[*ways[:s], way, *ways[s + 1 :]] for way in tried]
+        for values in zip(*[value(bodies, headings, beans, s, other, ranks, deadline) for other in others]):
+            values = [found + MARGIN * (way == preferred) for way, found in zip(tried, values)]
+            ways[s] = tried[values.index(max(values))]
     return ways
 
 
@@ -137,18 +143,20 @@ def rank(seen):
     return np.argsort(-think(ACTOR, seen), kind="stable").tolist()
 
 
-def value(bodies, headings, beans, s, ways, ranks):
-    """Value a board for a snake's team if all go their ways, or a rival near it another one."""
+def value(bodies, headings, beans, s, ways, ranks, deadline):
+    """Value a board for a snake's team if all go their ways, or a rival near it another one: yields as `play_on()`."""
     team = s // 3
-    surely = play_on(bodies, headings, beans, team, ways)
-    found = surely
+    doubts = []
+    futures = [play_on(bodies, headings, beans, team, ways, deadline)]
     for rival in range(3 - 3 * team, 6 - 3 * team):
         if distance(bodies[s][0], bodies[rival][0]) > NEAR:
             continue
-        for way, doubt in zip(ranks[rival][1:], DOUBT):  # noqa: B905
+        for way, doubt in zip(ranks[rival][1:], DOUBT):
             other = [*ways[:rival], way, *ways[rival + 1 :]]
-            found += doubt * (play_on(bodies, headings, beans, team, other) - surely)
-    return found
+            doubts.append(doubt)
+            futures.append(play_on(bodies, headings, beans, team, other, deadline))
+    for surely, *found in zip(*futures):
+        yield sum((doubt * (other - surely) for doubt, other in zip(doubts, found)), surely)
 
 
 def distance(cell, other):
@@ -158,13 +166,18 @@ def distance(cell, other):
     return min(rows, ROWS - rows) + min(columns, COLUMNS - columns)
 
 
-def play_on(bodies, headings, beans, team, ways):
-    """Value a board for a team if all snakes go these ways, and then as the actor prefers."""
+def play_on(bodies, headings, beans, team, ways, deadline):
+    """Value a board for a team if all snakes go these ways, and then as the actor prefers.
+
+    Yields the value by one step, by two, and so on, up to STEPS or the deadline.
+    """
     own = range(3 * team, 3 * team + 3)
     total = 0
     weight = 1
     for step in range(STEPS):
-        directions = [TURNS[heading][way] for heading, way in zip(headings, ways)]  # noqa: B905
+        if time.monotonic() > deadline:
+            return
+        directions = [TURNS[heading][way] for heading, way in zip(headings, ways)]
         bodies, headings, beans, gains = foresee(bodies, beans, directions)
         if step == 0:
             total -= TRAP * sum((len(bodies[s]) - START_LENGTH) * (1 - escape(bodies, s) / LIMIT) for s in own)
@@ -173,11 +186,10 @@ def play_on(bodies, headings, beans, team, ways):
         expected = sum(expect(CRITIC, seen[s]) for s in own) / 3
         if RIVAL:
             expected -= sum(expect(RIVAL, seen[s]) for s in range(SNAKES) if s not in own) / 3
-        is_last = step == STEPS - 1
-        total += weight * (lead + GAMMA * (1 if is_last else 1 - LAMBDA) * expected)
+        yield total + weight * (lead + GAMMA * expected)
+        total += weight * (lead + GAMMA * (1 - LAMBDA) * expected)
         weight *= GAMMA * LAMBDA
         ways = [rank(features)[0] for features in seen]
-    return total
 
 
 def escape(bodies, snake):
@@ -225,7 +237,7 @@ def foresee(bodies, beans, directions):
     beans = list(beans)
     moved = []
     gains = []
-    for body, direction in zip(bodies, directions):  # noqa: B905
+    for body, direction in zip(bodies, directions):
         head = neighbours(body[0])[direction]
         eats = head in beans
         if eats:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import gzip
+import itertools
 import json
+import math
 import pickle
 import re
 import runpy
@@ -79,7 +81,7 @@ def submission(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("submission") / "submission.py"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export, "CHECKED", 10)  # the tests below ask it for many more moves
-        export.main(Namespace(model=str(model), output=path, depth=2))
+        export.main(Namespace(model=str(model), output=path, depth=2, seconds=math.inf))
     return path
 
 
@@ -170,7 +172,7 @@ def test_headings_are_found_in_all_states_of_the_original(recorded):
 @pytest.mark.storm
 def test_a_plain_submission_plays_as_the_actor_alone(policy, model, tmp_path):
     path = tmp_path / "submission.py"
-    export.main(Namespace(model=str(model), output=path, depth=0))
+    export.main(Namespace(model=str(model), output=path, depth=0, seconds=0.5))
     assert "\nCRITIC = unpack" not in path.read_text()
     export.check(path, Policy(policy.actor))
     with pytest.raises(ValueError, match="are not the model's"):
@@ -240,6 +242,43 @@ def test_a_submission_plays_games_of_ours_as_the_policy(submission, policy, team
             game.step(actions)
         game.reset()
     assert player["failures"] == {} and differ <= 2
+
+
+@pytest.fixture
+def player(submission: Path) -> dict[str, Any]:
+    """What a submission's functions have as their globals, which a test can change."""
+    return runpy.run_path(str(submission))["my_controller"].__globals__
+
+
+def moves_of(player: dict[str, Any], states: list[dict[str, Any]]) -> list[list[int]]:
+    """The moves of all snakes in each state, of which the first is a game's."""
+    controller, moves = player["my_controller"], []
+    for before, state in zip([None, *states], states, strict=False):
+        moves.append([controller(ask(state, before, s), None, False)[0].index(1) for s in range(SNAKES)])
+    return moves
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_search_that_is_cut_off_answers_as_one_of_so_many_steps(player, policy, recorded, steps):
+    whole, states = player["play_on"], recorded[0][1:9]
+    player.update(play_on=lambda *board: itertools.islice(whole(*board), steps), STEPS=6)
+    cut = Search(policy.actor, policy.critic, depth=steps, rival=policy.rival) if steps else Policy(policy.actor)
+    assert moves_of(player, states) == wanted(cut, put(states)).tolist()
+
+
+@pytest.mark.parametrize("takes", [0.02, 0.1, 2.0])
+def test_a_search_ends_in_time_however_long_a_step_of_it_takes(player, recorded, takes):
+    """By a clock that goes on with each step that is foreseen."""
+    clock, foresee = [0.0], player["foresee"]
+
+    def foresee_slowly(*board: Any) -> Any:
+        clock[0] += takes
+        return foresee(*board)
+
+    player.update(foresee=foresee_slowly, time=Namespace(monotonic=lambda: clock[0]), STEPS=6, SECONDS=0.5)
+    moves_of(player, recorded[0][:2])
+    # the first state of a game is planned for each snake, the second for each team; a step may end after its time
+    assert 8 * 0.5 <= clock[0] <= 8 * (0.5 + takes) + 1e-9
 
 
 def types(value: Any) -> Any:
@@ -373,7 +412,7 @@ def is_refused(model, tmp_path, monkeypatch):
         wrong.write_text(export.TEMPLATE.read_text().replace(good, bad))
         monkeypatch.setattr(export, "TEMPLATE", wrong)
         with pytest.raises(UserError, match=match):
-            export.main(Namespace(model=str(model), output=tmp_path / "submission.py", depth=0))
+            export.main(Namespace(model=str(model), output=tmp_path / "submission.py", depth=0, seconds=0.5))
         assert list(tmp_path.iterdir()) == [wrong]
 
     return refuses
@@ -407,6 +446,7 @@ def test_what_cannot_be_exported_is_told_on_one_line(model, tmp_path, monkeypatc
     for arguments, message in [
         ([tmp_path / "actor_3.pth"], f"there is no file {tmp_path / 'actor_3.pth'}"),
         ([other], f"{other} does not hold an actor"),
+        ([model, "--seconds", "nan"], "--seconds must be 0 or more, not nan"),
         (
             [model, "--output", tmp_path / "none" / "s.py"],
             f"cannot write {tmp_path / 'none' / 's.py'}: there is no folder",
