@@ -113,7 +113,7 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: ddpkit.Sto
     keep_freed_memory()
     clock = Clock("play", "sample", "update", "exchange", "evaluate", "save")
 
-    # The agent, and how far it has come: counts over all ranks; win rate and lead when it was best
+    # The agent, and how far it has come: counts over all ranks; its standing when it was best
     ddpkit.seed_everything(settings.seed)
     rates = {"a_lr": settings.actor_lr, "c_lr": settings.critic_lr}
     bfloat16 = settings.precision == "bfloat16"
@@ -329,7 +329,7 @@ def report(writer: SummaryWriter | None, total: Counter, news: Counter, epsilon:
 
 
 def report_evaluation(writer: SummaryWriter | None, total: Counter, results: dict[str, Result]) -> tuple[float, float]:
-    """Report what came of an evaluation's games; return the mean win rate and lead over the opponents."""
+    """Report what came of an evaluation's games; return means over the opponents: a win rate surely reached, the lead."""
     for opponent, result in results.items():
         log.info("evaluation after episode %d, against %s: %s", total["episodes"], opponent, result)
     win_rate = sum(result.win_rate for result in results.values()) / len(results)
@@ -337,7 +337,7 @@ def report_evaluation(writer: SummaryWriter | None, total: Counter, results: dic
     log.info("evaluation after episode %d: mean win rate %.3f", total["episodes"], win_rate)
     rates = {f"win_rate_{opponent}": result.win_rate for opponent, result in results.items()}
     write(writer, total, "evaluation", {"win_rate": win_rate, "score": lead, **rates})
-    return win_rate, lead
+    return sum(result.win_rate - result.standard_error for result in results.values()) / len(results), lead
 
 
 def write(writer: SummaryWriter | None, total: Counter, tag: str, values: dict[str, float]) -> None:
