@@ -520,7 +520,8 @@ def _nets_that_differ() -> list[str]:
 
 
 def _border() -> dict[str, Any]:
-    return {check.__name__: check() for check in (_layouts, _largest, _swapped, _settings, _refused, _counts, _scaled)}
+    checks = (_layouts, _largest, _swapped, _settings, _refused, _counts, _another_call, _scaled)
+    return {check.__name__: check() for check in checks}
 
 
 @functools.cache
@@ -577,6 +578,16 @@ def test_a_count_that_is_none_is_an_error_on_every_rank():
         for text in found:
             assert text.startswith("ValueError" if rank == 1 else "MismatchError")
             assert "needs a count of at least 0" in text
+
+
+def _another_call() -> str:
+    call = all_reduce_mean if get_rank() == 1 else lambda count: global_mean(1.0, count)
+    return _message(MismatchError, lambda: call(3))
+
+
+def test_a_rank_that_calls_another_function_meanwhile_is_an_error_on_every_rank():
+    for text in [each["_another_call"] for each in _at_the_border(2)]:
+        assert "all_reduce(value, 'sum') on rank 0; all_reduce_mean(value) on rank 1" in text
 
 
 def _scaled() -> tuple[list[float], list[float]]:

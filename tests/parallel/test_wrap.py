@@ -191,6 +191,8 @@ def test_one_process_keeps_the_model_itself(caplog):
     for options in ({}, {"sync_batchnorm": True, "broadcast_buffers": False}):
         assert wrap_model(net, **options) is net
     assert "torchrun --nproc_per_node" in _message(DdpkitError, lambda: wrap_model(net, "ddp"))
+    if torch.accelerator.device_count() < 2:
+        assert "'dp' is for 1 process on several GPUs; " in _message(DdpkitError, lambda: wrap_model(net, "dp"))
     assert "auto, ddp or dp, got 'fsdp'" in _message(ValueError, lambda: wrap_model(net, "fsdp"))
     assert "already wrapped" in _message(ValueError, lambda: wrap_model(DataParallel(net)))
 
