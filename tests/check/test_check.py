@@ -96,6 +96,11 @@ def test_a_common_bug_is_found_at_its_line_and_its_mended_twin_passes(name: str,
     assert (code, report["findings"], report["trouble"]) == (0, [], "")
 
 
+def test_what_is_only_suspicious_has_an_exit_code_of_its_own_where_it_shall_count(tmp_path: Path) -> None:
+    code, report = check(HERE / "wrong" / "divided_twice.py", tmp_path, "--strict")
+    assert (code, [finding["severity"] for finding in report["findings"]]) == (3, ["suspicious"])
+
+
 @pytest.mark.storm
 @pytest.mark.parametrize("path", scripts("wrong"), ids=lambda path: path.stem)
 def test_each_published_bug_is_found_at_its_line(path: Path, tmp_path: Path) -> None:

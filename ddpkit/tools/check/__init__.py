@@ -133,6 +133,7 @@ def _badness(finding: Finding) -> int:
 
 
 _BAD_SCRIPT = 2
+_SUSPICIOUS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -144,6 +145,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout", type=float, default=180.0, metavar="SECONDS", help="bound on a time in which nothing happens (180)"
     )
     add("--device", choices=("cpu", "cuda"), default="cpu", help="hide the GPUs from the script, or do not (cpu)")
+    add("--strict", action="store_true", help="exit with 3 if something is suspicious and nothing is wrong")
     add("--json", action="store_true", help="print one JSON object instead of text")
     add("-m", "--module", action="store_true", help="the script is the name of a module, as for `python -m`")
     add("script", help="the training script; what follows is its own")
@@ -154,7 +156,8 @@ def run(args: argparse.Namespace) -> int:
     """Check a script and print what was found.
 
     Returns:
-        The exit code: 1 if something is wrong; 2 if the script could not be checked; else 0.
+        The exit code: 1 if something is wrong; 2 if the script could not be checked; with `--strict` 3 if something is
+        suspicious; else 0.
     """
     try:
         launch = detect_launch()
@@ -182,7 +185,9 @@ def _report(args: argparse.Namespace, outcome: Outcome) -> int:
     sys.stdout.flush()
     if any(finding.severity == "wrong" for finding in findings):
         return 1
-    return _BAD_SCRIPT if outcome.trouble else 0
+    if outcome.trouble:
+        return _BAD_SCRIPT
+    return _SUSPICIOUS if args.strict and findings else 0
 
 
 def _refuse(reason: str) -> int:
