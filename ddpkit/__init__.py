@@ -13,8 +13,7 @@ What a script calls, in the order in which it calls them:
 any time, but for the plugin of pytest, `ddpkit.testing`. `python -m ddpkit` shows the tools: check,
 where, doctor and bench.
 
-Docs: https://ddpkit.readthedocs.io, or the folder docs/ of a clone. Where an error says
-"Docs: guide/launching", that is one of their pages.
+Docs: https://ddpkit.readthedocs.io, or the folder docs/ of a clone.
 
 Example:
     >>> import torch

@@ -5,6 +5,8 @@ Bad arguments are plain `ValueError` and `TypeError`.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import sys
 import time
@@ -15,12 +17,14 @@ from typing import Any, TypeVar
 # characters of a failure: the store drops connections over values of megabytes
 MESSAGE_LENGTH = 10_000
 TRACE_LENGTH = 50_000
+GUIDE = "https://ddpkit.readthedocs.io/en/latest/guide/"
+_OURS = (os.path.dirname(__file__) + os.sep, contextlib.__file__)  # files that a traceback leaves out
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _Error = TypeVar("_Error", bound="DdpkitError")
 
 
 class DdpkitError(RuntimeError):
-    """The root of ddpkit's own errors; the traceback of most ends with the page of the guide that explains them.
+    """The root of ddpkit's own errors; most name the page of the guide that explains them.
 
     Example:
         >>> from ddpkit import DdpkitError, detect_launch
@@ -39,7 +43,7 @@ class DdpkitError(RuntimeError):
         error = super().__new__(cls, *args)
         error._made = time.monotonic()
         if cls._page and sys.version_info >= (3, 11):  # a note, so that what logs and reports quote stays one line
-            error.add_note(f"Docs: guide/{cls._page}")
+            error.add_note(f"Docs: {GUIDE}{cls._page}.html")
         return error
 
     def __reduce__(self) -> tuple[Any, ...]:  # subclasses take keywords, so the default would not unpickle
@@ -197,13 +201,22 @@ class BarrierTimeoutError(DdpkitError):
         self.elsewhere = dict(elsewhere or {})
 
 
+_WITHOUT_ERROR = {  # what a rank did that has raised none
+    "left": "left the job ",
+    "lost": "was lost: ",
+    "silent": "does not answer: ",
+    "orphaned": "has lost its launcher: ",
+}
+
+
 class PeerError(DdpkitError):
     """Another rank failed.
 
     Attributes:
         rank: The rank that failed first.
         host: The host it ran on.
-        error_type: Name of its exception's class, or "lost" for a process that died without one.
+        error_type: Name of its exception's class; without one "lost" for a process that died, "left" for one that ended
+            or called `teardown()`, "silent" for one that does not answer, "orphaned" for one whose launcher has died.
         message: The exception's message.
         traceback: Its formatted traceback, "" where there was none.
 
@@ -219,9 +232,9 @@ class PeerError(DdpkitError):
     _page = "faults"
 
     def __init__(self, rank: int, host: str, error_type: str, message: str, traceback: str = "") -> None:
-        text = f"rank {rank} ({host}) failed: {error_type}"
-        if message:
-            text += f": {message}"
+        text = f"rank {rank} ({host}) " + _WITHOUT_ERROR.get(error_type, f"failed: {error_type}: ") + message
+        if not message:
+            text = text.rstrip(": ")
         if traceback:
             text += f"\n\nTraceback of rank {rank}:\n{traceback.rstrip()}"
         super().__init__(text)
@@ -260,10 +273,27 @@ def describe_error(error: BaseException, length: int = MESSAGE_LENGTH) -> str:
     return f"{type(error).__name__}: {message_of(error, length)}"
 
 
+def report_of(error: DdpkitError) -> str:
+    """Write an error with its cause first: what happened, the page that explains it, and where in the script it was."""
+    message, _, details = message_of(error, TRACE_LENGTH).partition("\n\n")
+    lines = [f"{type(error).__name__}: {message}"]
+    if error._page:
+        lines.append(f"Docs: {GUIDE}{error._page}.html")
+    if details:
+        lines += ["", details.strip("\n")]
+    stack = traceback.extract_tb(error.__traceback__)
+    if stack:
+        shown = [frame for frame in stack if not frame.filename.startswith(_OURS)] or stack
+        lines += ["", "Traceback (most recent call last):", "".join(traceback.format_list(shown)).rstrip("\n")]
+    return "\n".join(lines) + "\n"
+
+
 def trace_of(error: BaseException) -> str:
     """Format the traceback, "" for an error that was never raised; shortened in the middle if it is long."""
     if error.__traceback__ is None:
         return ""
+    if isinstance(error, DdpkitError):
+        return printable(report_of(error))
     try:
         lines = traceback.format_exception(type(error), error, error.__traceback__)
     except BaseException:  # an exception may hold anything, and the formatter of a SyntaxError trusts its fields

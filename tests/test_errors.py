@@ -22,6 +22,6 @@ def test_a_traceback_ends_with_the_page_that_explains_the_error(name: str) -> No
     error = kind.__new__(kind, "A message.")
     sent = pickle.loads(pickle.dumps(error))
     *_, message, docs = traceback.format_exception(sent)
-    page = docs.removeprefix("Docs: guide/").rstrip()
+    page = docs.removeprefix("Docs: https://ddpkit.readthedocs.io/en/latest/guide/").rstrip().removesuffix(".html")
     assert message == f"ddpkit.errors.{name}: A message.\n"
     assert name in (GUIDE / f"{page}.md").read_text()

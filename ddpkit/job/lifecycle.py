@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import DdpkitError, LaunchError, NotSetUpError
+from ..errors import DdpkitError, LaunchError, NotSetUpError, report_of
 from ..launch import ranks
 from ..launch.launch import Launch
 from ..launch.process_tree import unnested_launch
@@ -322,8 +322,8 @@ def _put_hook_back(job: Job) -> None:
         return
     sys.excepthook = job.first_hook
     if sys.exc_info()[1] is not None:
-        sys.excepthook = job.former_hook
-        _hooks_left = job.former_hook, job.first_hook
+        sys.excepthook = _hook_that_shows(job)
+        _hooks_left = sys.excepthook, job.first_hook
 
 
 def _at_exit() -> None:
@@ -393,7 +393,7 @@ def distributed(
     except BaseException as error:
         cause = report(error) if outermost else error  # else the block around it may handle it
         if cause is not error:
-            raise cause from error
+            raise cause.with_traceback(error.__traceback__) from error
         raise
     finally:
         if outermost:
@@ -518,9 +518,25 @@ def _report(error: BaseException) -> BaseException:
 
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    former = current_job.job.former_hook if current_job.job else sys.__excepthook__
+    hook = _hook_that_shows(current_job.job) if current_job.job else sys.__excepthook__
     shown = report(error)
     if shown is not error:
         shown.__cause__ = error
-        kind, trace = type(shown), shown.__traceback__
-    former(kind, shown, trace)
+        kind, shown = type(shown), shown.with_traceback(trace)
+    hook(kind, shown, trace)
+
+
+def _hook_that_shows(job: Job) -> Any:
+    """Return an exception hook that writes an error of ddpkit's with its cause first, unless the script has its own."""
+    former, prefix = job.former_hook, f"[rank{job.launch.rank}]: "
+    if job.first_hook is not sys.__excepthook__ and job.first_hook.__module__ != dist.distributed_c10d.__name__:
+        return former
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, DdpkitError):
+            former(kind, error, trace)
+            return
+        sys.stderr.write("".join(prefix + line for line in report_of(error).splitlines(keepends=True)))
+        sys.stderr.flush()
+
+    return show

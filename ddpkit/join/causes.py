@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import re
@@ -11,12 +10,11 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from ..errors import BarrierTimeoutError, DdpkitError, MismatchError, PeerError, RankRejoins, message_of
 from ..torch_internals import current_group, other_groups_were_made
-from .failures import Failure
+from .failures import IN_MODELS, LIBRARIES, PACKAGE, Failure
 from .store import call_with_timeout
 
 if TYPE_CHECKING:
@@ -32,14 +30,8 @@ _BY_PEERS = re.compile("timed? ?out|connection|closed|reset|remote|abort|pipe", 
 _ALL_NOTICE = timedelta(seconds=3)  # that a collective broke: its end closes their connections
 _TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)
 
-_PACKAGE = os.path.dirname(os.path.dirname(__file__))
-_LIBRARIES = (_PACKAGE + os.sep, os.path.dirname(torch.__file__) + os.sep, contextlib.__file__)
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
-_IN_MODELS = {  # where collectives begin in C++, without a function of torch.distributed
-    os.path.join("torch", "nn", "parallel", "distributed.py"): "DDP's forward",
-    os.path.join("torch", "autograd", "graph.py"): "backward",
-}
-_CHECK = os.path.join(_PACKAGE, "collectives", "consistency.py")  # with which each collective of ddpkit's begins
+_CHECK = os.path.join(PACKAGE, "collectives", "consistency.py")  # with which each collective of ddpkit's begins
 _OF_A_STORE = (dist.DistNetworkError, dist.DistStoreError)  # perhaps one of the script's own
 _NOT_OURS = (PeerError, BarrierTimeoutError, RankRejoins)  # errors by which other ranks end what this one does
 _BETWEEN_TWO = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
@@ -120,7 +112,8 @@ def _compare_places(error: BaseException, place: str, session: Session, ranks: R
     if len(calls) == 1 or "?" in calls:
         return None
     lines = "".join(f"\n  rank {rank}: {text}" for rank, text in zip(ranks, places, strict=True))
-    return MismatchError(f"A collective broke because the ranks were not in the same one: {error}{lines}")
+    rule = "every rank must make the same calls in the same order"
+    return MismatchError(f"The ranks were in different collectives; {rule}.{lines}\n{error}")
 
 
 def _participants(error: BaseException, call: str, group: Any) -> Ranks:
@@ -154,13 +147,13 @@ def _called(error: BaseException) -> tuple[str, str, Any]:
     """
     call, place = "?", ""
     for frame in [*traceback.extract_stack(), *traceback.extract_tb(error.__traceback__)]:
-        if not frame.filename.startswith(_LIBRARIES):
+        if not frame.filename.startswith(LIBRARIES):
             place = f"at {os.path.basename(frame.filename)}:{frame.lineno}: {frame.line}"
         elif frame.filename == _CHECK:  # in which ranks are in different functions of torch's
             return "ddpkit's check", place, _group_of(error)
         elif frame.filename.endswith(_COLLECTIVES):
             call = frame.name
-        for file, name in _IN_MODELS.items():
+        for file, name in IN_MODELS.items():
             if frame.filename.endswith(file):
                 call = name
     return call, place, _group_of(error)

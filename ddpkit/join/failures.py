@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import socket
+import sys
+import threading
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, get_type_hints
 
+import torch
 import torch.distributed as dist
 
 from ..errors import (
@@ -27,6 +33,13 @@ from .store import call_with_timeout
 
 out_of_date: list[Callable[[str], bool]] = []  # say if the job of a membership has ended; `survive` adds one
 GRACE = 5.0  # seconds that a main thread has, where nobody asks for more
+
+PACKAGE = os.path.dirname(os.path.dirname(__file__))
+LIBRARIES = (PACKAGE + os.sep, os.path.dirname(torch.__file__) + os.sep, contextlib.__file__)
+IN_MODELS = {  # where collectives begin in C++, without a function of torch.distributed
+    os.path.join("torch", "nn", "parallel", "distributed.py"): "DDP's forward",
+    os.path.join("torch", "autograd", "graph.py"): "backward",
+}
 
 _TEXT_LENGTHS = {"host": 300, "type": 300, "message": MESSAGE_LENGTH, "traceback": TRACE_LENGTH + 10_000}
 
@@ -194,5 +207,24 @@ class Failures:
 
     def departure(self, rank: int) -> PeerError:
         """Make the error to raise where this rank waits for one that has left."""
-        words = "it called teardown() or ended while others still wait for it"
+        words = (
+            f"while rank {self._rank} waited for it{_in_call()}. Every rank must make the same calls: is this one in a "
+            f"branch that only some ranks take, or had rank {rank} fewer batches?"
+        )
         return PeerError(rank, self._hosts[rank], "left", words)
+
+
+def _in_call() -> str:
+    """Say in which call of the script the main thread is, as in " in barrier() at train.py:31"; "" if it is unknown."""
+    if threading.current_thread() is not threading.main_thread():
+        return ""
+    call = place = ""
+    for frame in [*traceback.extract_stack(), *traceback.extract_tb(sys.exc_info()[2])]:
+        if not frame.filename.startswith(LIBRARIES):
+            call, place = "", f" at {os.path.basename(frame.filename)}:{frame.lineno}"
+        elif not call and not frame.name.startswith("_"):
+            call = f" in {frame.name}()"
+        for file, name in IN_MODELS.items():
+            if frame.filename.endswith(file):
+                call = f" in {name}"
+    return call + place

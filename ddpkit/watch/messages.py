@@ -31,7 +31,7 @@ from .stop_agreement import REQUEST, StopDecision, StopRequest
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _PYTHON = os.path.dirname(os.__file__)
 _LIBRARIES = tuple(path + os.sep for path in (_PACKAGE, os.path.dirname(torch.__file__)))
-_WRAPPERS = {"wrapper", "decorate_context", "_fn", "_call_impl", "_wrapped_call_impl"}  # torch's, around what is meant
+_WRAPPERS = {"wrapper", "decorate_context", "_fn", "_call_impl", "_wrapped_call_impl", "inner"}  # torch's, around what is meant
 _MOST_FRAMES = 60  # of a stack that are told, the innermost
 PAUSE = 600.0  # seconds until another picture may be shown
 _MOST_TOLD = 5  # numbers that say how far a script is
@@ -61,6 +61,12 @@ class Activity:
     seconds: float
     told: dict[str, int]
     stack: tuple[str, ...]
+
+    @property
+    def is_in_collective(self) -> bool:
+        """Return whether its script has called ddpkit or torch.distributed, or DDP may average gradients."""
+        folders = self.stack[-1].partition(":")[0].split(os.sep) if self.stack else []
+        return self.call == "backward" or not {"ddpkit", "distributed", "distributed.py"}.isdisjoint(folders)
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Activity:
@@ -126,21 +132,27 @@ def _short(text: str) -> str:
 
 
 class Picture:
-    """What all ranks are doing, as rank 0 gathers it to be shown in its log: not again in the next ten minutes."""
+    """What all ranks are doing, as rank 0 gathers it to be shown in its log: not again in the next ten minutes.
+
+    It is shown where a wait has been too long; or, if that is only suspected, where all ranks are in collectives, but
+    not in the same one.
+    """
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._activities: dict[int, Activity] = {}
         self._begun_at = -math.inf
         self._until: float | None = None
+        self._is_suspected = False
 
-    def begin(self, seconds: float) -> bool:
+    def begin(self, seconds: float, is_suspected: bool = False) -> bool:
         """Return whether the ranks are to be asked now; their answers are waited for at most so long."""
         now = time.monotonic()
         if now < self._begun_at + PAUSE:
             return False
         self._begun_at = now
         self._until = now + seconds
+        self._is_suspected = is_suspected
         self._activities.clear()
         return True
 
@@ -156,7 +168,19 @@ class Picture:
         if not (complete or at_once or time.monotonic() > self._until):
             return []
         self._until = None
-        return fold(self._activities.values(), self._world_size)
+        title = "A wait took too long. What the ranks are doing:"
+        if self._is_suspected:
+            found = self._activities.values()
+            if not (
+                complete and all(each.is_in_collective for each in found) and len({each.call for each in found}) > 1
+            ):
+                self._begun_at = -math.inf
+                return []
+            title = (
+                "The ranks are in different calls. Unless one of them still computes, they wait for each other until "
+                "the time-out. Every rank must make the same calls in the same order:"
+            )
+        return [title, *fold(self._activities.values(), self._world_size)]
 
 
 def fold(activities: Iterable[Activity], world_size: int, processes: Mapping[int, str] | None = None) -> list[str]:

@@ -46,6 +46,7 @@ _OF_ALL = {kind.__name__ for kind in ERRORS_OF_ALL_RANKS}
 _EXITING = 60.0  # seconds that a process may take from its exit hooks to its end, before those who wait raise
 _LOOK = 0.3  # seconds in which the store must tell what became of a lost rank, or take it
 _ANSWERS = 1.0  # seconds in which the ranks answer what they are doing
+_LONG_WAIT = 30.0  # seconds in one collective after which rank 0 asks if the others are in another
 _LAST_WORDS, _LOG_WORDS = 2.0, 0.5  # seconds in which they must be said
 
 
@@ -86,6 +87,7 @@ class WatchThread(threading.Thread):
         self._wants_picture = False
         self._wanted_at = -PAUSE  # when this rank last wanted a picture
         self._has_answered = threading.Event()
+        self._asks_after = _LONG_WAIT  # seconds after its last collective at which rank 0 asks what the others do
         self.stop_agreement = StopAgreement(len(session.hosts))
         self._has_requested = False  # whether this rank's request is on its way
         _all_connections().add(self._connections)
@@ -164,6 +166,7 @@ class WatchThread(threading.Thread):
             if time.monotonic() > deadline:
                 self._on_departure(rank, rank)
         self._look_after_main_thread()
+        self._suspect_deadlock()
         self._make_picture()
         self._agree_to_stop()
 
@@ -302,6 +305,18 @@ class WatchThread(threading.Thread):
         self._connections.answer(line)
         self._picture.add(activity)
 
+    def _suspect_deadlock(self) -> None:
+        """If rank 0 has long been in a collective, ask the ranks whether they are in different ones."""
+        seconds = time.monotonic() - self._session.acted_at
+        if seconds < _LONG_WAIT:
+            self._asks_after = _LONG_WAIT
+        elif self._session.rank == 0 and seconds > self._asks_after and self._failures.known is None:
+            self._asks_after = 2 * seconds
+            with self._harmless():
+                mine = describe_main_thread(0, {}, seconds)
+                if mine.is_in_collective and self._picture.begin(_ANSWERS, is_suspected=True):
+                    self._ask()
+
     def _make_picture(self) -> None:
         """Ask for the picture that is wanted, and show it."""
         wants, self._wants_picture = self._wants_picture, False
@@ -318,7 +333,7 @@ class WatchThread(threading.Thread):
         with self._harmless():
             lines = self._picture.take(at_once)
             if lines:
-                _log(logging.ERROR, "\n".join(["A wait took too long. What the ranks are doing:", *lines]))
+                _log(logging.ERROR, "\n".join(lines))
                 self._has_answered.set()
 
     # At which step all stop

@@ -131,8 +131,7 @@ def _say_for(error: ddpkit.PeerError) -> int:
         return _say("interrupted", status=130)
     if error.error_type in [kind.__name__ for kind in EXPECTED]:
         return _say(f"error: {_plain(error.message)}", status=2)
-    said = f": {error.message}" if error.message else ""
-    words = f"rank {error.rank} ({error.host}) failed: {error.error_type}{said}"
+    words = str(error).partition("\n\n")[0]  # without that rank's traceback
     return _say(f"error: {words}", status=1, speaker=1 if error.rank == 0 else 0)
 
 

@@ -9,7 +9,7 @@ TORCHRUN, PLAIN = "torchrun", "no agent"
 LONG = 180.0  # seconds, the time-out of `setup()` where nothing may end by it
 SHORT = 10.0  # where something does
 NAMED = "rank {faulty} ({host}) failed: "
-ORPHANED = "orphaned: torchrun (pid"
+ORPHANED = "has lost its launcher: torchrun (pid"
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,9 +80,11 @@ FAULTS = [
     Fault("ends early with exit code 0", "exit_early", "all_reduce", NAMED + "left"),
     Fault("ends early with exit code 3", "exit_3", "compute", NAMED + "SystemExit: 3"),
     Fault("ends by `os._exit(0)`", "exit_at_once", "all_reduce", NAMED + "lost"),
-    Fault("calls torch's `broadcast`", "broadcast", "all_reduce", "the ranks were not in the same one", timeout=SHORT),
+    Fault(
+        "calls torch's `broadcast`", "broadcast", "all_reduce", "The ranks were in different collectives", timeout=SHORT
+    ),
     Fault("calls `ddpkit.broadcast`", "our_broadcast", "mean", "broadcast(src=0) on rank 1"),
-    Fault("passes another size", "all_reduce_more", "all_reduce", "failed: lost"),  # gloo aborts one of the ranks
+    Fault("passes another size", "all_reduce_more", "all_reduce", "was lost"),  # gloo aborts one of the ranks
     Fault("passes another shape", "mean_of_another_shape", "mean", "MismatchError"),
     Fault(
         "takes longer than the time-out in `main_process_first`",

@@ -145,7 +145,7 @@ def judge_fault(case: Fault, launcher: str, run: Run, outcome: Outcome, others: 
         first = "SIGABRT" if case.fault == "all_reduce_more" else f"rank      : {case.faulty}"
         by_torchrun &= first in summary or any(said in run.text_of(other) for other in others)
         if case.nodes:
-            said = f"rank {1 - rank} (node{2 - rank}) failed: lost"
+            said = f"rank {1 - rank} (node{2 - rank}) was lost"
         if case.passes != (outcome.how[-1] == "passed") or not (said in text or by_torchrun):
             outcome.problems.append(f"rank {rank} {outcome.how[-1]} and did not say {said!r}")
     if not outcome.how:

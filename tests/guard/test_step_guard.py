@@ -601,7 +601,7 @@ def step_in_which(what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("is killed", "rank 1 ({host}) failed: lost"),
+        ("is killed", "rank 1 ({host}) was lost"),
         ("raises", "ValueError: this is a bug, no bad sample"),
         pytest.param("hangs", "rank 1", marks=pytest.mark.storm),
     ],

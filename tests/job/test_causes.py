@@ -176,7 +176,7 @@ def test_an_exit_is_a_failure_where_python_says_so(name: str) -> None:
     port = free_port()
     one, _ = run(exit_on_one, [platform_env(rank, 2, port) for rank in range(2)], name)
     good = name in ("none", "zero", "false")
-    assert ("rank 1 (" in one.output) and ("failed: left" if good else "failed: SystemExit") in one.output, one.output
+    assert ("rank 1 (" in one.output) and ("left the job" if good else "failed: SystemExit") in one.output, one.output
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio.TaskGroup came with Python 3.11")

@@ -302,7 +302,7 @@ CONNECTIONS = {  # the time-out of a rank's setup() in seconds, and what the oth
     "hangs": (3, "group made: 1 of 3 ranks did not arrive"),
     "comes": (1000, ""),
     "raises": (1000, "ValueError: cannot go on"),
-    "is killed": (1000, "failed: lost"),
+    "is killed": (1000, "was lost"),
 }
 
 

@@ -120,7 +120,7 @@ def test_nothing_that_a_stranger_writes_is_executed(tmp_path: Path, joins_late: 
     assert not list(tmp_path.glob("ran-*")), "the stranger's command ran"
     for end in ended:
         assert end.code is not None, end.output
-        assert ("done" if end.code == 0 else "Docs: guide/") in end.output, end.output
+        assert ("done" if end.code == 0 else "Docs: https://") in end.output, end.output
 
 
 WHO = {"host": "h", "type": "t", "message": "m", "traceback": ""}

@@ -138,7 +138,7 @@ def still_notices(ended: list[Ended]) -> None:
     """The job went on, and the ranks heard at once when rank 2 was killed."""
     for end in ended[:2]:
         assert "the job goes on" in end.output, end.output
-        assert "rank 2 (" in end.output and "failed: lost" in end.output, end.output
+        assert "rank 2 (" in end.output and "was lost" in end.output, end.output
         assert end.code == 1
     assert ended[2].code == -signal.SIGKILL
 

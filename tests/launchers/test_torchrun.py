@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -74,6 +75,37 @@ def test_ranks_of_torchrun_on_one_node_join_and_a_failure_is_shown_without_a_dec
     assert_joined([replace(end, code=0)], "torchrun", 2)
 
 
+MISTAKE = """
+import torch, ddpkit
+with ddpkit.distributed() as job:
+    model = ddpkit.wrap_model(torch.nn.Linear(1, 1))
+    for step in range(STEPS):
+        loss = model(torch.ones(1)).sum()
+        loss.backward()
+    if WHO:
+        ddpkit.all_reduce_mean(loss.detach())
+"""
+
+
+@pytest.mark.parametrize(
+    ("steps", "who", "call"),
+    [
+        ("2", "job.rank == 0", r"all_reduce_mean\(\) at train.py:9"),
+        ("2 + 2 * (job.rank == 0)", "False", r"(backward|DDP's forward) at train.py:[67]"),
+    ],
+    ids=["a call on rank 0 alone", "fewer batches on rank 1"],
+)
+def test_a_failure_begins_with_its_cause_in_one_line_and_shows_the_scripts_lines_alone(
+    steps: str, who: str, call: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(MISTAKE.replace("STEPS", steps).replace("WHO", who))
+    (end,) = launch([*TORCHRUN, "--nproc-per-node=2", str(tmp_path / "train.py")])
+    cause, docs, *more = [line for line in end.output.splitlines() if line.startswith("[rank0]: ")]
+    assert re.match(rf"\[rank0\]: PeerError: rank 1 \(.*\) left the job while rank 0 waited for it in {call}\. ", cause)
+    assert docs == "[rank0]: Docs: https://ddpkit.readthedocs.io/en/latest/guide/faults.html"
+    assert "ddpkit/" not in "".join(more) and len(more) < 20
+
+
 @pytest.mark.storm
 @pytest.mark.parametrize("fault", ["raise", "kill"])
 def test_torchrun_ends_the_other_rank_of_a_node(fault: str, tmp_path: Path) -> None:
@@ -102,7 +134,7 @@ with ddpkit.distributed() as context, open(sys.argv[1] + str(context.rank), "w",
     def kill(crew: list[subprocess.Popen[bytes]]) -> None:
         wait_for(lambda: read("joined"))
         crew[0].kill()
-        wait_for(lambda: read("orphaned: torchrun (pid"), 15)
+        wait_for(lambda: read("has lost its launcher: torchrun (pid"), 15)
 
     wrapped = ["--no-python", "sh", str(tmp_path / "wrap.sh"), *PYTHON, str(tmp_path / "stay.py"), f"{tmp_path}/"]
     (end,) = launch([*TORCHRUN, "--standalone", "--nproc-per-node=2", *wrapped], meanwhile=kill)

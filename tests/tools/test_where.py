@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -26,6 +27,7 @@ from ddpkit.job import current_job
 from ddpkit.tools import cli, where
 from ddpkit.tools.where import Answer, ask, jobs_here
 from ddpkit.watch import links as monitor_tree
+from ddpkit.watch import thread
 from ddpkit.watch.messages import Activity, fold
 
 PATIENCE = 120.0  # seconds, which only a hang needs
@@ -163,6 +165,26 @@ def test_a_wait_that_takes_too_long_shows_once_what_all_ranks_are_doing(ranks: i
     assert "load_image at test_where.py:" in shown, shown
     if call == "barrier":  # ranks that have raised torch's own time-out are out of it
         assert "barrier at test_where.py:" in shown and "BarrierTimeoutError" in shown, shown
+
+
+def log_on_the_main_process() -> None:
+    thread._LONG_WAIT = 2.0
+    with ddpkit.distributed(timeout=timedelta(seconds=15)):
+        model = ddpkit.wrap_model(torch.nn.Linear(1, 1))
+        for _ in range(3):
+            loss = model(torch.ones(1)).sum()
+            loss.backward()
+            if ddpkit.is_main_process():
+                ddpkit.all_reduce_mean(loss.detach())
+
+
+def test_ranks_that_wait_in_different_calls_are_shown_long_before_the_time_is_up() -> None:
+    port = free_port()
+    ended = run(log_on_the_main_process, [platform_env(rank, 2, port) for rank in range(2)])
+    first, rest = ended[0].output.split("The ranks are in different calls. ")
+    assert "time" not in first and ended[0].code == 1
+    assert re.search(r"^rank 0 \(.*: all_reduce_mean at test_where.py:\d+, [2-6] s since", rest, re.MULTILINE), rest
+    assert re.search(r"^rank 1 \(.*: (forward|backward) at test_where.py:\d+, ", rest, re.MULTILINE), rest
 
 
 def test_equal_stacks_are_shown_once_and_the_silent_are_named() -> None:

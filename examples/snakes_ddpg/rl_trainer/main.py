@@ -329,7 +329,7 @@ def report(writer: SummaryWriter | None, total: Counter, news: Counter, epsilon:
 
 
 def report_evaluation(writer: SummaryWriter | None, total: Counter, results: dict[str, Result]) -> tuple[float, float]:
-    """Report what came of an evaluation's games; return means over the opponents: a win rate surely reached, the lead."""
+    """Report what came of an evaluation's games; return means over opponents: a win rate surely reached, the lead."""
     for opponent, result in results.items():
         log.info("evaluation after episode %d, against %s: %s", total["episodes"], opponent, result)
     win_rate = sum(result.win_rate for result in results.values()) / len(results)

@@ -117,7 +117,7 @@ def main_is_killed() -> None:
 def test_a_main_process_that_is_killed_is_named_by_the_next() -> None:
     first, second, third = end_ranks(3, main_is_killed)
     assert (first.code, second.code, third.code) == (-signal.SIGKILL, 1, 1)
-    line = " : trainer.py: error: rank 0 .* failed: lost: "
+    line = " : trainer.py: error: rank 0 .* was lost: "
     assert len(re.findall(line, second.output)) == 1 and not re.findall(line, third.output)
     assert "Traceback" not in second.output + third.output
 

@@ -376,7 +376,7 @@ def test_when_a_rank_is_killed_the_others_end_at_once_and_say_which(tmp_path: Pa
     left, killed = launch(2, train_with_a_signal, "main.py", flags, signal.SIGKILL, tmp_path)
     seconds = time.time() - float((tmp_path / "sent").read_text())
     assert killed.code == -signal.SIGKILL and left.code not in (0, None)
-    assert re.search(r"^main.py: error: rank 1 \(.*\) failed: lost", left.output, re.MULTILINE), left.output
+    assert re.search(r"^main.py: error: rank 1 \(.*\) was lost", left.output, re.MULTILINE), left.output
     assert seconds < 200  # the time-out of `setup()` is 600 s at least
 
 
