@@ -2,9 +2,9 @@
 
     python tests/benchmarks/snakes_strength.py --seeds 1 2 3 --curve curve.png -- --total_episodes 20000
 
-What follows `--` goes to the trainer. The models play with their search. Prints a Markdown table: for each
-training seed the seconds that training took, and the win rates of its best model in games that it was not chosen by, on
-both sides, against every scripted player.
+What follows `--` goes to the trainer. Prints a Markdown table: for each training seed the seconds that training took,
+and the win rates of its best model in games that it was not chosen by, on both sides, against every scripted player and
+two that no run has met. The model plays without its search, with it, and with `--refine` after that.
 """
 
 from __future__ import annotations
@@ -24,22 +24,31 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "snakes_ddpg"))
 
 from snakes import runs
 from snakes.evaluation import play_games
-from snakes.opponents import OPPONENTS
-from snakes.search import load_player
+from snakes.opponents import LADDER, OPPONENTS
+from snakes.search import DEPTH, load_player
+from snakes_strangers import STRANGERS
 
-TRAINER = Path(runs.__file__).parents[1] / "rl_trainer" / "main_ddp.py"
+PROGRAMS = Path(runs.__file__).parents[1] / "rl_trainer"
+JUDGES = {name: OPPONENTS[name] for name in LADDER} | STRANGERS
 GAMES_SEED = 12345  # neither that of training nor that of its evaluations
 
 
-def train(seed: int, ranks: int, folder: Path, flags: list[str]) -> tuple[Path, float]:
-    """Trains once; the run's folder and the seconds that the whole command took."""
+def run(ranks: int, program: str, *arguments: str) -> float:
+    """Runs a program on some ranks; the seconds that it took."""
     start = time.monotonic()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command += [str(TRAINER), f"--seed={seed}", f"--runs_folder={folder}", *flags]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run([*command, str(PROGRAMS / program), *arguments], capture_output=True, text=True)
     if done.returncode:
         sys.exit(done.stdout + done.stderr)
-    return runs.find_run("latest", folder), time.monotonic() - start
+    return time.monotonic() - start
+
+
+def judge(name: str, model: Path, depth: int, games: int) -> None:
+    """Prints a row: the win rates of a model against each player."""
+    policy = load_player(model, depth)
+    results = [play_games(policy, player, games, seed=GAMES_SEED) for player in JUDGES.values()]
+    rates = " | ".join(f"{result.win_rate:.3f} ± {result.standard_error:.3f}" for result in results)
+    print(f"| {name} | {rates} |", flush=True)
 
 
 def draw_curve(found: dict[int, Path], path: Path) -> None:
@@ -63,18 +72,24 @@ def main() -> None:
     add("--games", type=int, default=400, help="per opponent, half of them on either side")
     add("--runs_folder", type=Path, default=runs.ROOT, help="where the runs' folders are")
     add("--curve", type=Path, metavar="FILE", help="PNG of the win rates during training")
+    add("--refine", action="store_true", help="also refine each model, and let it play again")
     add("flags", nargs="*", help="of the trainer, after --")
     args = parser.parse_args()
 
-    print(f"| seed | training | {' | '.join(OPPONENTS)} |\n|{' --- |' * (2 + len(OPPONENTS))}")
+    print(f"| seed | {' | '.join(JUDGES)} |\n|{' --- |' * (1 + len(JUDGES))}")
     found = {}
     for seed in tqdm(args.seeds, unit="seed", disable=None):
-        found[seed], seconds = train(seed, args.ranks, args.runs_folder, args.flags)
-        policy = load_player(runs.find_model(found[seed].name, root=args.runs_folder))
-        results = [play_games(policy, player, args.games, seed=GAMES_SEED) for player in OPPONENTS.values()]
-        rates = " | ".join(f"{result.win_rate:.3f} ± {result.standard_error:.3f}" for result in results)
+        seconds = run(args.ranks, "main_ddp.py", f"--seed={seed}", f"--runs_folder={args.runs_folder}", *args.flags)
+        found[seed] = runs.find_run("latest", args.runs_folder)
         total = json.loads((found[seed] / "summary.json").read_text())["total"]
-        print(f"| {seed} | {seconds:.0f} s, {total['episodes']} episodes | {rates} |", flush=True)
+        model = runs.find_model(found[seed].name, root=args.runs_folder)
+        judge(f"{seed}, without search", model, 0, args.games)
+        judge(f"{seed}, {seconds:.0f} s, {total['episodes']} episodes", model, DEPTH, args.games)
+        if args.refine:
+            seconds = run(args.ranks, "refine.py", str(model), f"--seed={seed}")
+            refined = model.with_name("actor_refined.pth")
+            judge(f"{seed}, refined, without search", refined, 0, args.games)
+            judge(f"{seed}, refined in {seconds:.0f} s", refined, DEPTH, args.games)
     if args.curve:
         draw_curve(found, args.curve)
 
