@@ -145,14 +145,15 @@ def _called(error: BaseException) -> tuple[str, str, Any]:
         The call, "?" if it is none that is known, the line of the script before it, and its process group, None if
         that cannot be told.
     """
-    call, place = "?", ""
+    call, place, of_script = "?", "", ""
     for frame in [*traceback.extract_stack(), *traceback.extract_tb(error.__traceback__)]:
         if not frame.filename.startswith(LIBRARIES):
-            place = f"at {os.path.basename(frame.filename)}:{frame.lineno}: {frame.line}"
+            place, of_script = f"at {os.path.basename(frame.filename)}:{frame.lineno}: {frame.line}", ""
         elif frame.filename == _CHECK:  # in which ranks are in different functions of torch's
-            return "ddpkit's check", place, _group_of(error)
+            return f"ddpkit's {of_script}", place, _group_of(error)
         elif frame.filename.endswith(_COLLECTIVES):
             call = frame.name
+        of_script = of_script or (frame.name if frame.filename.startswith(PACKAGE) else "")
         for file, name in IN_MODELS.items():
             if frame.filename.endswith(file):
                 call = name

@@ -31,7 +31,8 @@ from .stop_agreement import REQUEST, StopDecision, StopRequest
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _PYTHON = os.path.dirname(os.__file__)
 _LIBRARIES = tuple(path + os.sep for path in (_PACKAGE, os.path.dirname(torch.__file__)))
-_WRAPPERS = {"wrapper", "decorate_context", "_fn", "_call_impl", "_wrapped_call_impl", "inner"}  # torch's, around what is meant
+# torch's, around what is meant
+_WRAPPERS = {"wrapper", "decorate_context", "_fn", "_call_impl", "_wrapped_call_impl", "inner"}
 _MOST_FRAMES = 60  # of a stack that are told, the innermost
 PAUSE = 600.0  # seconds until another picture may be shown
 _MOST_TOLD = 5  # numbers that say how far a script is

@@ -9,6 +9,9 @@ TORCHRUN, PLAIN = "torchrun", "no agent"
 LONG = 180.0  # seconds, the time-out of `setup()` where nothing may end by it
 SHORT = 10.0  # where something does
 NAMED = "rank {faulty} ({host}) failed: "
+LOST = "rank {faulty} ({host}) was lost: "
+LEFT = "rank {faulty} ({host}) left the job while rank "
+SILENT = "rank {faulty} ({host}) does not answer: "
 ORPHANED = "has lost its launcher: torchrun (pid"
 
 
@@ -61,25 +64,25 @@ FAULTS = [
     Fault("raises in a loader's worker", "read_with_a_worker", "all_reduce", NAMED + "ValueError"),
     Fault("raises in `backward`", "broken_backward", "backward", NAMED + "ValueError: boom"),
     Fault("raises", "fail_after_gathering", "gather", NAMED + "ValueError: boom"),
-    Fault("is killed (SIGKILL)", "kill", "all_reduce", NAMED + "lost"),
-    Fault("is killed", "kill_after_gathering", "gather", NAMED + "lost"),
-    Fault("crashes (segmentation fault)", "crash", "all_reduce", NAMED + "lost"),
-    Fault("is killed", "kill", "compute", NAMED + "lost"),
-    Fault("is killed", "kill", "hold_the_lock", NAMED + "lost"),
-    Fault("is rank 0 and killed", "kill", "all_reduce", NAMED + "lost", 0),
-    Fault("is rank 0 and killed", "kill", "barrier", NAMED + "lost", 0),
-    Fault("is rank 0 and killed while it saves", "die_while_saving", "save_forever", NAMED + "lost", 0),
+    Fault("is killed (SIGKILL)", "kill", "all_reduce", LOST),
+    Fault("is killed", "kill_after_gathering", "gather", LOST),
+    Fault("crashes (segmentation fault)", "crash", "all_reduce", LOST),
+    Fault("is killed", "kill", "compute", LOST),
+    Fault("is killed", "kill", "hold_the_lock", LOST),
+    Fault("is rank 0 and killed", "kill", "all_reduce", LOST, 0),
+    Fault("is rank 0 and killed", "kill", "barrier", LOST, 0),
+    Fault("is rank 0 and killed while it saves", "die_while_saving", "save_forever", LOST, 0),
     Fault("is stopped (SIGSTOP)", "stop", "barrier", "1 of 3 ranks did not arrive within 10 s: rank 1", timeout=SHORT),
-    Fault("is stopped", "stop", "all_reduce", NAMED + "silent", timeout=SHORT),
+    Fault("is stopped", "stop", "all_reduce", SILENT, timeout=SHORT),
     Fault("is rank 0 and stopped", "stop", "barrier", "rank 0 ({host})", 0, timeout=SHORT, bound=20),
-    Fault("is rank 0 and stopped", "stop", "mean", NAMED + "silent", 0, timeout=SHORT, bound=20),
+    Fault("is rank 0 and stopped", "stop", "mean", SILENT, 0, timeout=SHORT, bound=20),
     Fault("runs out of time", "stay", "barrier", "1 of 3 ranks did not arrive within 10 s: rank 1", timeout=SHORT),
-    Fault("runs out of time", "stay", "all_reduce", NAMED + "silent", timeout=SHORT),
-    Fault("runs out of time", "stay", "mean", NAMED + "silent", timeout=SHORT),
-    Fault("ends early with exit code 0", "exit_early", "barrier", NAMED + "left"),
-    Fault("ends early with exit code 0", "exit_early", "all_reduce", NAMED + "left"),
+    Fault("runs out of time", "stay", "all_reduce", SILENT, timeout=SHORT),
+    Fault("runs out of time", "stay", "mean", SILENT, timeout=SHORT),
+    Fault("ends early with exit code 0", "exit_early", "barrier", LEFT),
+    Fault("ends early with exit code 0", "exit_early", "all_reduce", LEFT),
     Fault("ends early with exit code 3", "exit_3", "compute", NAMED + "SystemExit: 3"),
-    Fault("ends by `os._exit(0)`", "exit_at_once", "all_reduce", NAMED + "lost"),
+    Fault("ends by `os._exit(0)`", "exit_at_once", "all_reduce", LOST),
     Fault(
         "calls torch's `broadcast`", "broadcast", "all_reduce", "The ranks were in different collectives", timeout=SHORT
     ),
@@ -99,9 +102,9 @@ FAULTS = [
     Fault("and all others lose torchrun", "stay", "all_reduce", ORPHANED, strike=SIGKILL, launchers=(TORCHRUN,)),
     Fault("and all others lose torchrun", "stay", "barrier", ORPHANED, strike=SIGKILL, launchers=(TORCHRUN,)),
     Fault("and all others lose torchrun", "stay", "mean", ORPHANED, strike=SIGKILL, launchers=(TORCHRUN,)),
-    Fault("is cut off the network", "stay", "compute", NAMED + "lost", launchers=(PLAIN,), nodes=True, bound=15),
-    Fault("is cut off the network", "train_on", "train", NAMED + "lost", launchers=(PLAIN,), nodes=True, bound=15),
-    Fault("is cut off the network", "stay", "all_reduce", NAMED + "lost", nodes=True, bound=20, quick=False),
+    Fault("is cut off the network", "stay", "compute", LOST, launchers=(PLAIN,), nodes=True, bound=15),
+    Fault("is cut off the network", "train_on", "train", LOST, launchers=(PLAIN,), nodes=True, bound=15),
+    Fault("is cut off the network", "stay", "all_reduce", LOST, nodes=True, bound=20, quick=False),
 ]
 
 

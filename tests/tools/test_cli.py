@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 import ddpkit
+from ddpkit import errors
 from ddpkit.tools import cli
 
-DOCS = Path(__file__).parents[2] / "docs"
+GUIDE = Path(__file__).parents[2] / "docs" / "guide"
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def test_each_tool_says_how_to_start_it_and_which_page_explains_it(
         cli.main([tool, "--help"])
     example, page = re.findall(r"^(?:Example|Docs): (.*)$", capsys.readouterr().out, re.MULTILINE)
     assert end.value.code == 0 and f"-m ddpkit {tool}" in example
-    assert f"ddpkit {tool}" in (DOCS / f"{page}.md").read_text()
+    assert f"ddpkit {tool}" in (GUIDE / page.removeprefix(errors.GUIDE).replace(".html", ".md")).read_text()
 
 
 def test_without_a_word_there_is_a_line_for_each_tool(capsys: pytest.CaptureFixture[str]) -> None:
