@@ -325,14 +325,15 @@ def test_weights_are_found_in_released_files_and_what_does_not_fit_is_listed(
 
 
 def test_every_frame_of_a_film_has_its_labels(tmp_path: Path) -> None:
-    black = np.zeros((48, 64, 3), np.uint8)
-    picture = strip({"blurred": black, "sharp": black})
-    assert picture.shape == (48, 128, 3)
-    assert (picture[:20, :64] > 200).any() and (picture[:20, 64:] > 200).any() and not picture[20:].any()
+    black = np.zeros((49, 63, 3), np.uint8)
+    picture = strip({"blurred": black, "middle": black, "sharp": black})
+    assert picture.shape == (49, 189, 3)
+    assert (picture[:20, :63] > 200).any() and (picture[:20, 126:] > 200).any() and not picture[20:].any()
     save_film(tmp_path / "film.mp4", [picture] * 3)
     with av.open(str(tmp_path / "film.mp4")) as film:
         shown = [frame.to_ndarray(format="rgb24") for frame in film.decode(video=0)]
     assert len(shown) == 3 and shown[2][:20].max() > 150 and shown[2][30:].max() < 30
+    assert shown[0].shape == (48, 188, 3)  # films are even
 
 
 def test_no_more_loading_processes_are_taken_than_there_are_cores() -> None:

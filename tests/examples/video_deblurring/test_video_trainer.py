@@ -431,7 +431,11 @@ def test_what_cannot_be_done_is_said_once_and_all_ranks_end(runs: Runs, clips: P
     cases: dict[str, tuple[str, dict[str, Any] | None, str]] = {
         "nothing": (TRAIN, None, "the following arguments are required: --opt\nusage: main_train_vrt.py"),
         "typo": (TRAIN, {"train__totl_iter": 3}, "train.totl_iter is unknown; did you mean train.total_iter"),
-        "nodata": (TRAIN, {"datasets__train__dataroot_lq": "/nowhere"}, "no folder /nowhere .*dataroot_lq.*prepare.py"),
+        "nodata": (
+            TRAIN,
+            {"datasets__train__dataroot_lq": "/nowhere"},
+            "no folder /nowhere .*dataroot_lq.: name a folder",
+        ),
         "batch": (TRAIN, {"datasets__train__dataloader_batch_size": 7}, "batch of 7 does not divide into 2 ranks"),
         "large": (TRAIN, {"datasets__train__dataloader_batch_size": 600}, "crops do not fill one batch"),
         "fixed": (TRAIN, {"train__fix_iter": 2, "train__fix_keys": ["deform"]}, "no parameter has 'deform'"),
