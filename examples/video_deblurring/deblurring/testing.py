@@ -76,8 +76,9 @@ def find_test_clips(opt: Mapping[str, Any]) -> list[Clip]:
     is_tiny = opt["netG"]["net_type"] == "tiny_clip"  # it needs as many frames as it takes at once
     clips = find_clips(opt["datasets"]["test"], opt["val"]["num_frame_testing"] if is_tiny else 1, opt["scale"])
     frames = [(clip, part, number) for clip in clips for part in clip.parts for number in range(len(clip))]
-    for clip, part, number in frames[ddpkit.get_rank() :: ddpkit.get_world_size()]:
-        clip.check_file(part, number, whole=True)
+    with ddpkit.together("check the test frames"):
+        for clip, part, number in frames[ddpkit.get_rank() :: ddpkit.get_world_size()]:
+            clip.check_file(part, number, whole=True)
     for clip in clips if is_tiny else []:
         clip.check_multiple(2, "with tiny_clip")
     return clips
