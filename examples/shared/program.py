@@ -7,6 +7,7 @@ import importlib
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,18 @@ def user_error(about: str, *kinds: type[Exception]) -> Iterator[None]:
         yield
     except kinds as error:
         raise UserError(f"{about}: {error}") from error
+
+
+@contextmanager
+def users_code(about: str) -> Iterator[None]:
+    """Make any error of the user's own code in a block one line, with the line of that code."""
+    try:
+        yield
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[:3][-1]  # behind this line and the block's
+        raise UserError(
+            f"{about}: {type(error).__name__}: {error} (in {place.name}, {place.filename}, line {place.lineno})"
+        ) from error
 
 
 EXPECTED = (UserError, ddpkit.CheckpointError)
@@ -62,6 +75,20 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module, training in former.items():
             module.training = training
+
+
+def check_tensor(setting: str, found: object) -> None:
+    """Raise if a module of the user's returns no tensor or, in training, one without a gradient."""
+    if not isinstance(found, torch.Tensor):
+        raise UserError(
+            f"{setting}: it must return one tensor, but it returned a {type(found).__name__}: wrap it in a module "
+            "that returns the tensor alone"
+        )
+    if torch.is_grad_enabled() and not found.requires_grad:
+        raise UserError(
+            f"{setting}: it returned a tensor that has no gradient, so it cannot be trained: look for detach(), "
+            "no_grad() and operations without a derivative"
+        )
 
 
 def check_shape(setting: str, found: torch.Tensor, expected: Sequence[int], names: str) -> None:

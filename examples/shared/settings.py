@@ -193,13 +193,27 @@ def _renamed(given: Iterable[tuple[str, Any]], aliases: Mapping[str, str], sourc
 def _unknown(key: str, table: Table) -> str:
     if any(known.startswith(f"{key}.") for known in table):
         return f"{key} must be a section: {{ … }}"
+    near = _nearest(key, table)
+    return f"{key} is unknown; did you mean {near}?" if near else f"{key} is unknown"
+
+
+def _nearest(key: str, table: Table) -> str | None:
+    """Find what a key may have meant: a name in the nearest section, else a name of any section, else the section."""
+    given, _, name = key.rpartition(".")
+    sections: dict[str, list[str]] = {}
     endings = {}  # of the known names, in whole and without their first sections
     for known in table:
+        path, _, last = known.rpartition(".")
+        sections.setdefault(path, []).append(last)
         parts = known.split(".")
         for first in range(len(parts)):
             endings.setdefault(".".join(parts[first:]), known)
-    near = get_close_matches(key, endings, 1)
-    return f"{key} is unknown; did you mean {endings[near[0]]}?" if near else f"{key} is unknown"
+    section = next(iter(get_close_matches(given, sections, 1)), None)
+    for near in get_close_matches(name, sections.get(section, ()), 1):
+        return f"{section}.{near}".removeprefix(".")
+    for near in get_close_matches(key if section is None else name, endings, 1):
+        return endings[near]
+    return None if section in (None, given) else f"the section {section}"
 
 
 def _typed(given: Any, setting: Setting) -> Any:

@@ -24,6 +24,7 @@ from deblurring.options import Options, redacted
 from deblurring.running import News, open_boards, open_folder, run
 from deblurring.testing import find_test_clips, tell, test
 from deblurring.training import (
+    check_gradients,
     cut_short,
     freeze,
     make_loss,
@@ -78,6 +79,10 @@ def main(opt: Options, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
         restore_set(found, nets, **reused)
         take_settings(optimizer, make_optimizer(net, train))  # the options', not those of the saved one
         step = found.saved["step"]
+        if step >= train["total_iter"]:
+            log.info("nothing to do: %s is of iteration %d of %d", found.path, step, train["total_iter"])
+            log.info("with a greater total_iter the same command goes on; to start anew, name another task")
+            return
         log.info("goes on after iteration %d of %d, with %s", step, train["total_iter"], found.path)
 
     def wrap() -> torch.nn.Module:
@@ -95,7 +100,8 @@ def main(opt: Options, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
     boards = open_boards(opt, folder, step, found.saved.get("wandb_id") if found else None)
     no_bar = None if ddpkit.is_main_process() else True  # None: a bar if there is a terminal
     bar = tqdm(total=train["total_iter"], initial=step, unit="iter", disable=no_bar)
-    last = leaves = step >= train["total_iter"]
+    last = leaves = False
+    must_all_learn = job.world_size > 1 and not (opt["find_unused_parameters"] or opt["use_static_graph"])
     while not (last or leaves):
         for batch in news.waiting(loader):
             part = as_float(batch, job.device)
@@ -107,6 +113,8 @@ def main(opt: Options, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
             news.add(loss, batch["H"], step)
             if not complete:
                 continue
+            if must_all_learn:
+                check_gradients(net)
             lr = set_learning_rates(optimizer, train, step)
             if train["G_optimizer_clipgrad"]:
                 scaler.unscale_(optimizer)

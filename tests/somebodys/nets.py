@@ -49,6 +49,62 @@ class Apart(nn.Module):
         return torch.stack([*features]).diff(dim=0).square().mean((0, 2, 3, 4, 5))
 
 
+class Idle(Net):
+    """Has a part that nothing uses."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.spare = nn.Linear(2, 2)
+
+
+class Pair(Net):
+    """Returns what it has seen, too."""
+
+    def forward(self, frames: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(frames), frames
+
+
+class Detached(Net):
+    """Loses its gradient."""
+
+    def forward(self, frames: Tensor) -> Tensor:
+        return super().forward(frames).detach()
+
+
+class Picky(Net):
+    """Refuses its width."""
+
+    def __init__(self, width: int) -> None:
+        if width % 3:
+            raise KeyError(f"width {width}")
+        super().__init__(width)
+
+
+class Bare(nn.Module):
+    """Has no parameters."""
+
+    def forward(self, frames: Tensor) -> Tensor:
+        return frames
+
+
+def no_module() -> str:
+    return "a network"
+
+
+class Terms(nn.Module):
+    """A loss of several terms."""
+
+    def forward(self, restored: Tensor, sharp: Tensor) -> dict[str, Tensor]:
+        return {"l1": (restored - sharp).abs()}
+
+
+class Still(Apart):
+    """A loss without a gradient."""
+
+    def forward(self, restored: Tensor, sharp: Tensor) -> Tensor:
+        return super().forward(restored.detach(), sharp)
+
+
 class Noise(nn.Module):
     """Finds noise in actions, with statistics of batches and dropout; in one number of an action only, if asked."""
 

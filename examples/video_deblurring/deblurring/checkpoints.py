@@ -81,10 +81,12 @@ def _read_set(models: Path, step: int) -> Found:
 
 def restore_set(found: Found, nets: Mapping[str, nn.Module | None], **objects: Any) -> None:
     """Loads a set into networks and objects; an E that the set has not got becomes its G. Collective."""
+    another = f"to train another network, name another task, or move {found.path.parent} away"
     for letter, net in nets.items():
         if net is not None:
             letter = letter if letter in found.weights else "G"
-            fit(net, found.weights[letter], found.path.with_name(f"{found.saved['step']}_{letter}.pth"))
+            with user_error(another, UserError):
+                fit(net, found.weights[letter], found.path.with_name(f"{found.saved['step']}_{letter}.pth"))
     ddpkit.Checkpointer(found.path.parent).load(found.path, **objects)
 
 

@@ -16,7 +16,7 @@ from shared.program import UserError, user_error
 
 import ddpkit
 from deblurring.clips import WINDOW
-from deblurring.frames import MAKE_IT, PARTS, Cache, Source, decode, open_source, size_of, sub_images
+from deblurring.frames import PARTS, Cache, Source, decode, open_source, remedy, shape_of, sub_images
 
 log = logging.getLogger(__name__)
 HELD_OUT = {  # of REDS, by val_partition
@@ -41,24 +41,32 @@ class Clip:
         self.slots: dict[str, int] = {}  # of the first frame of each part there
         first = self.parts[0]
         factor = 1 if first == "H" else scale
-        height, width = self.height, self.width = [factor * size for size in size_of(sources[first], files[first][0])]
-        if height % 2 or width % 2 or height % scale or width % scale:
-            raise UserError(
-                f"clip {name} has frames of {width} x {height}: width and height must be even, and multiples of scale"
-            )
+        at_first = shape_of(sources[first], files[first][0], first)
+        height, width = self.height, self.width = [factor * size for size in at_first[:2]]
+        self.check_multiple(math.lcm(scale, 2 if "S" in files else 1), "with spikes or a scale")
         self.shapes = {
             "H": (height, width, 3),
             "L": (height // scale, width // scale, 3),
             "S": (WINDOW, height // 2, width // 2),
         }
-        for part, frames in files.items():
-            if part == "S":
-                self._load(part, 0)
-            else:
-                self._check(frames[0], (*size_of(sources[part], frames[0]), 3), part)
+        for part in files:
+            self.check_file(part, 0)
 
     def __len__(self) -> int:
         return len(self.names)
+
+    def check_multiple(self, factor: int, where: str) -> None:
+        """Raise if the sharp frames' height and width are no multiples of a number."""
+        if self.height % factor or self.width % factor:
+            raise UserError(
+                f"clip {self.name} has frames of {self.width} x {self.height}: {where}, width and height must be "
+                f"multiples of {factor}: crop or pad the frames"
+            )
+
+    def check_file(self, part: str, number: int, whole: bool = False) -> None:
+        """Raise if a frame does not fit the clip's first one or, if asked, if its file is not whole."""
+        where = self._files[part][number]
+        self._check(where, shape_of(self._sources[part], where, part, whole), part)
 
     def frame(self, part: str, number: int) -> NDArray[np.uint8]:
         """Read a frame, or look it up where it has been read before."""
@@ -99,14 +107,28 @@ def find_clips(data: dict[str, Any], least: int, scale: int = 1) -> list[Clip]:
         if name not in HELD_OUT.get(data.get("val_partition"), ()):
             clips += _find_pieces(name, wanted, data, sources, scale)
     if not clips:
-        raise UserError(f"there are no clips, each a folder, in {listed or data[PARTS[first]]}: {MAKE_IT}")
+        place = listed or data[PARTS[first]]
+        raise UserError(f"there are no clips, each a folder, in {place}: {remedy(place)}")
     for clip in clips:
         if len(clip) < least:
             place = Path(data[PARTS[first]], clip.name)
             raise UserError(f"{place} has {len(clip)} frames, but {least} are taken at once")
+    _warn_of_gaps(clips)
     if data["cache_data"]:
         _keep_all(clips)
     return clips
+
+
+def _warn_of_gaps(clips: list[Clip]) -> None:
+    """Tell of clips whose frames are not numbered in equal steps: neighbours in the list are none in time."""
+    gaps = []
+    for clip in clips:
+        numbers = [number for name in clip.names for number in re.findall(r"\d+", name)[-1:]]
+        steps = np.diff(np.array(numbers, float))
+        if len(set(steps)) > 1:
+            gaps.append(f"{clip.name} after {clip.names[int(steps.argmax())]}")
+    if gaps and ddpkit.is_main_process():
+        log.warning("frames seem to be missing in %d of %d clips: %s", len(gaps), len(clips), ", ".join(gaps[:5]))
 
 
 def _find_pieces(
@@ -122,6 +144,8 @@ def _find_pieces(
             raise UserError(
                 f"the frames in {other} and {here} must have the same names, but {odd[0]} is in one of them only"
             )
+        if other == here and frames == named:
+            raise UserError(f"{here} would be the sharp and the blurred frames: name two folders, or the clips' parent")
     clips = []
     for piece, frames in sub_images(named).items():
         chosen = frames

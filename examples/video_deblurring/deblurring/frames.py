@@ -24,19 +24,31 @@ from PIL import Image
 from shared.program import UserError, user_error
 
 import ddpkit
+from deblurring.clips import ROOT
 
 log = logging.getLogger(__name__)
 PARTS = {"H": "dataroot_gt", "L": "dataroot_lq", "S": "dataroot_spike"}  # sharp, blurred, spikes
 SUBFOLDERS = {"H": ("sharp", "GT"), "L": ("blur", "input"), "S": ("spike",)}  # of a clip, as GoPro and DVD come
-MAKE_IT = "run prepare.py to make the example's data, or name your own in the option file"
 _PICTURES = (".png", ".jpg", ".jpeg", ".bmp")
 _UNREADABLE = (OSError, ValueError, EOFError, SyntaxError)  # the last two: an empty .npy file, a broken PNG file
+
+
+def remedy(path: str | Path) -> str:
+    """Say what to do where there are no frames; only the example's own can be made."""
+    if ROOT in Path(path).parents:
+        return "run prepare.py to make the example's data, or name your own in the option file"
+    return "name a folder that holds a folder of frames for each clip"
+
+
+def by_number(name: str) -> list[str | int]:
+    """Sort names as their numbers count: 2 before 10."""
+    return [int(piece) if piece.isdecimal() else piece for piece in re.split(r"(\d+)", name)]
 
 
 def open_source(root: str, part: str) -> Source:
     """Open the data of a part, "H", "L" or "S", under its root."""
     if not Path(root).is_dir():
-        raise UserError(f"there is no folder {root} ({PARTS[part]}): {MAKE_IT}")
+        raise UserError(f"there is no folder {root} ({PARTS[part]}): {remedy(root)}")
     if Path(root).suffix == ".lmdb":
         return Lmdb(root)
     return Folders(root, part)
@@ -53,22 +65,46 @@ class Folders:
         self._suffixes = (".npy",) if part == "S" else _PICTURES
 
     def clips(self) -> list[str]:
-        folders = [path.name for path in self._root.iterdir() if path.is_dir()]
-        return sorted(name for name in folders if not name.startswith("."))
+        paths = _visible(self._root)
+        clips = [path.name for path in paths if path.is_dir()]
+        frames = [path for path in paths if path.suffix.lower() in self._suffixes]
+        if frames and not clips:
+            raise UserError(f"{self._root} itself holds {len(frames)} frames: name its parent, which holds the clips")
+        return clips
 
     def frames(self, clip: str) -> dict[str, str]:
         folder = self._root / clip
         for name in SUBFOLDERS[self._part]:
             if (folder / name).is_dir():
                 folder = folder / name
-        paths = sorted(folder.iterdir()) if folder.is_dir() else []
-        paths = [path for path in paths if path.suffix.lower() in self._suffixes and not path.name.startswith(".")]
-        if not paths:
-            raise UserError(f"there are no {' or '.join(self._suffixes)} files in {folder}: {MAKE_IT}")
-        return {path.stem: str(path) for path in paths}
+        paths = _visible(folder) if folder.is_dir() else []
+        files = [path for path in paths if path.suffix.lower() in self._suffixes]
+        frames = {path.stem: str(path) for path in files}
+        if not frames:
+            raise UserError(f"there are no {' or '.join(self._suffixes)} files in {folder}: {remedy(folder)}")
+        kinds = {_kind(name) for name in frames}
+        lost = [path.name for path in paths if path.stem not in frames and _kind(path.stem) in kinds]
+        lost += [path.name for path in files if frames[path.stem] != str(path)]
+        if lost:
+            raise UserError(
+                f"{folder} holds {len(frames)} frames and {len(lost)} more that would not be read, "
+                f"{', '.join(lost[:5])}: each frame must be one file, {' or '.join(self._suffixes)}"
+            )
+        return frames
 
     def open(self, frame: str) -> BinaryIO:
         return open(frame, "rb")
+
+
+def _visible(folder: Path) -> list[Path]:
+    """List what is in a folder, in the order of the numbers."""
+    paths = [path for path in folder.iterdir() if not path.name.startswith(".")]
+    return sorted(paths, key=lambda path: by_number(path.name))
+
+
+def _kind(name: str) -> str:
+    """Leave out of a frame's name what tells it from the other frames: Thumbs.db is none."""
+    return re.sub(r"\d+", "0", name)
 
 
 class Lmdb:
@@ -87,12 +123,12 @@ class Lmdb:
             self._clips.setdefault(clip, {})[frame] = key
 
     def clips(self) -> list[str]:
-        return sorted(self._clips)
+        return sorted(self._clips, key=by_number)
 
     def frames(self, clip: str) -> dict[str, str]:
         if clip not in self._clips:
             raise UserError(f"there is no clip {clip} in {self._root}, but {', '.join(self.clips()[:5])}, …")
-        return dict(sorted(self._clips[clip].items()))
+        return {name: self._clips[clip][name] for name in sorted(self._clips[clip], key=by_number)}
 
     def open(self, frame: str) -> BinaryIO:
         import lmdb
@@ -116,7 +152,7 @@ def decode(source: Source, frame: str, part: str) -> NDArray[np.uint8]:
     """Read a frame: (height, width, 3), or the array of its spikes."""
     with user_error(f"cannot read {frame}", *_UNREADABLE), source.open(frame) as file:
         if part != "S":
-            with Image.open(file) as image:
+            with _open_picture(file, frame) as image:
                 return np.asarray(image.convert("RGB"))
         counts = np.load(file)
     if counts.dtype != np.uint8:
@@ -124,10 +160,26 @@ def decode(source: Source, frame: str, part: str) -> NDArray[np.uint8]:
     return counts
 
 
-def size_of(source: Source, frame: str) -> tuple[int, int]:
-    """Read the height and width of a picture, which need no decoding."""
-    with user_error(f"cannot read {frame}", *_UNREADABLE), source.open(frame) as file, Image.open(file) as image:
-        return image.height, image.width
+def shape_of(source: Source, frame: str, part: str, whole: bool = False) -> tuple[int, ...]:
+    """Find the shape that `decode()` gives, without decoding; if asked, check that the file is whole."""
+    if part == "S":
+        return decode(source, frame, part).shape
+    with user_error(f"cannot read {frame}", *_UNREADABLE), source.open(frame) as file:
+        with _open_picture(file, frame) as image:
+            shape = (image.height, image.width, 3)
+            if whole and image.format == "PNG":
+                image.verify()  # by check sums, in a tenth of the time
+            elif whole:
+                image.draft("RGB", (1, 1))  # JPEG: at an eighth of the size
+                image.load()
+    return shape
+
+
+def _open_picture(file: BinaryIO, frame: str) -> Image.Image:
+    image = Image.open(file)
+    if image.mode[0] in "IF":  # which Pillow would clip to white
+        raise UserError(f"{frame} has pixels of more than 8 bits (Pillow's mode {image.mode}): convert it to 8 bits")
+    return image
 
 
 def sub_images(names: Sequence[str]) -> dict[str, dict[str, str]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from shared.program import check_shape, find_class, user_error
+from shared.program import UserError, check_shape, check_tensor, find_class, users_code
 from torch import Tensor, nn
 
 import ddpkit
@@ -35,7 +35,8 @@ def inputs(part: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def check_restored(frames: Tensor, shape: Sequence[int]) -> None:
-    """Raise if what a network returns has another shape than the sharp frames."""
+    """Raise if what a network returns is no tensor, cannot be trained, or has another shape than the sharp frames."""
+    check_tensor("netG.net_type", frames)
     check_shape("netG.net_type", frames, shape, "(batch, frames, channels, height, width)")
 
 
@@ -104,8 +105,19 @@ def make_network(opt: Mapping[str, Any]) -> nn.Module:
 def make_class(setting: str, kind: str, arguments: Mapping[str, Any]) -> nn.Module:
     """Make a module of the user's; first on one rank of each node, as some fetch files then. Collective."""
     make = find_class(setting, kind)
+    if not callable(make):
+        raise UserError(f"{setting}: {kind} must be a class of torch.nn.Module, but it is a {type(make).__name__}")
     signature = inspect.signature(make)
-    with user_error(f"{setting}: {kind}{signature}", TypeError):
+    try:
         signature.bind(**arguments)
-    with ddpkit.main_process_first(local=True):
-        return make(**arguments)
+    except TypeError as error:
+        advice = "it is made without arguments"
+        if arguments:
+            section = f'netG={{"net_type": "{kind}", …}}'
+            advice = f"it gets all keys of netG, the option file's too: '{section}' on the command line replaces them"
+        raise UserError(f"{setting}: {kind}{signature}: {error}; {advice}") from error
+    with ddpkit.main_process_first(local=True), users_code(f"{setting}: cannot make {kind}"):
+        module = make(**arguments)
+    if not isinstance(module, nn.Module):
+        raise UserError(f"{setting}: {kind} must make a torch.nn.Module, but it made a {type(module).__name__}")
+    return module

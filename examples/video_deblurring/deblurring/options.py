@@ -48,6 +48,10 @@ def class_or(*names: str) -> Setting:
     return Setting(f"{', '.join(names)} or package.module:Class", fits)
 
 
+def is_name(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[^/\\]+", value) is not None and value not in (".", "..")
+
+
 def are_milestones(value: Any) -> bool:
     return many(count()).fits(value) and value == sorted(set(value))
 
@@ -145,7 +149,7 @@ _logging = {
 }
 _SECTIONS = {
     "": {
-        "task": text(),
+        "task": Setting("a text without / and \\, since it names a folder", is_name),
         "model": choice("vrt"),
         "gpu_ids": or_null(many(count(low=0))),
         "dist": flag(),

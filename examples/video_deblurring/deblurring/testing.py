@@ -70,11 +70,18 @@ def _mean(rows: list[Scores]) -> Scores:
 
 
 def find_test_clips(opt: Mapping[str, Any]) -> list[Clip]:
-    """Find the clips to test on; `tiny_clip` needs as many frames as it takes at once. Collective."""
+    """Find the clips to test on, and check that their files are whole, each on one rank. Collective."""
     if not opt["datasets"]["test"]["dataroot_gt"]:
         log.info("datasets.test has no dataroot_gt: its frames are restored and written, not scored")
-    least = opt["val"]["num_frame_testing"] if opt["netG"]["net_type"] == "tiny_clip" else 1
-    return find_clips(opt["datasets"]["test"], least, opt["scale"])
+    is_tiny = opt["netG"]["net_type"] == "tiny_clip"  # it needs as many frames as it takes at once
+    clips = find_clips(opt["datasets"]["test"], opt["val"]["num_frame_testing"] if is_tiny else 1, opt["scale"])
+    frames = [(clip, part, number) for clip in clips for part in clip.parts for number in range(len(clip))]
+    with ddpkit.together("check the test frames"):
+        for clip, part, number in frames[ddpkit.get_rank() :: ddpkit.get_world_size()]:
+            clip.check_file(part, number, whole=True)
+    for clip in clips if is_tiny else []:
+        clip.check_multiple(2, "with tiny_clip")
+    return clips
 
 
 def test(
@@ -191,13 +198,14 @@ def save(path: Path, picture: Picture) -> None:
 
 
 def save_film(path: Path, pictures: Iterable[Picture]) -> None:
-    """Write pictures of one size, even in height and width, as a film that browsers play."""
+    """Write pictures of one size as a film that browsers play; what is odd there loses a row or column."""
     import av
 
     with user_error(f"cannot write {path}", OSError), av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", RATE)
         stream.pix_fmt = "yuv420p"
         for number, picture in enumerate(pictures):
+            picture = picture[: picture.shape[0] // 2 * 2, : picture.shape[1] // 2 * 2]
             if number == 0:
                 stream.height, stream.width, _ = picture.shape
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from shared.program import UserError
+from shared.program import UserError, check_tensor
 from torch import Tensor, nn
 
 from deblurring.networks import check_restored, make_class
@@ -30,7 +30,9 @@ def make_loss(train: Mapping[str, Any], device: torch.device) -> Callable[[Tenso
 
     def loss_of(restored: Tensor, sharp: Tensor) -> Tensor:
         check_restored(restored, sharp.shape)
-        return train["G_lossfn_weight"] * measure(restored.float(), sharp).mean()
+        loss = measure(restored.float(), sharp)
+        check_tensor("train.G_lossfn_type", loss)
+        return train["G_lossfn_weight"] * loss.mean()
 
     return loss_of
 
@@ -67,6 +69,8 @@ def is_fixed(name: str, train: Mapping[str, Any]) -> bool:
 def make_optimizer(net: nn.Module, train: Mapping[str, Any]) -> torch.optim.Optimizer:
     """The optimizer, with a group of its own for what `fix_keys` names."""
     names = [name for name, _ in net.named_parameters()]
+    if not any(parameter.requires_grad for parameter in net.parameters()):
+        raise UserError("netG.net_type: the network has no parameters to train")
     for key in train["fix_keys"]:
         if not any(key in name for name in names):
             some = ", ".join(names[:20])  # of what may be thousands
@@ -99,11 +103,26 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, train: Mapping[str, Any
 
 
 def freeze(net: nn.Module, train: Mapping[str, Any], step: int) -> bool:
-    """Freezes or frees what `fix_keys` names, as it is to be at a step; tells whether any is frozen. Wrap it then."""
+    """Freezes or frees what `fix_keys` names, as it is to be at a step; tells whether any is frozen. Wrap it then.
+
+    What the network itself has frozen stays so, if `fix_keys` does not name it.
+    """
     frozen = step < train["fix_iter"]
     for name, parameter in net.named_parameters():
-        parameter.requires_grad_(not (frozen and is_fixed(name, train)))
+        if train["fix_iter"] > 0 and is_fixed(name, train):
+            parameter.requires_grad_(not frozen)
     return frozen
+
+
+def check_gradients(net: nn.Module) -> None:
+    """Raise if a parameter has no gradient after a step's backward: DDP would wait for it."""
+    idle = [name for name, parameter in net.named_parameters() if parameter.requires_grad and parameter.grad is None]
+    if idle:
+        some = ", ".join(idle[:5]) + (", …" if len(idle) > 5 else "")
+        raise UserError(
+            f"{len(idle)} parameters of the network had no part in the loss, {some}: set find_unused_parameters=true, "
+            "use_static_graph=true if they never have, or take them out"
+        )
 
 
 @torch.no_grad()

@@ -16,7 +16,9 @@ from conftest import on_ranks
 from deblurring import clips
 from deblurring.clips import SHOTS, SPIKES, WINDOW, blur, prepare, shrink, spike_counts
 from deblurring.data import Clip, Crops, find_clips
-from deblurring.testing import psnr
+from deblurring.frames import remedy
+from deblurring.options import complete
+from deblurring.testing import find_test_clips, psnr
 from PIL import Image
 from shared.program import UserError
 
@@ -241,6 +243,14 @@ def test_other_layouts_hold_the_same_clips(tiny: Path, tmp_path: Path, layout: A
         assert next(iter(loader))["H"].shape == (8, 3, 3, 16, 16)
 
 
+def test_a_deep_frame_of_a_data_base_is_refused(tmp_path: Path) -> None:
+    root = video.write_clips(tmp_path / "clips")
+    deepen(root / "train_GT/a/000003.png")
+    (clip, _) = find_clips(section(root, dataroot_spike=None) | as_lmdb(root, tmp_path / "data"), 3)
+    with pytest.raises(UserError, match="a/000003 has pixels of more than 8 bits"):
+        clip.stack("H")
+
+
 def test_a_data_base_that_lacks_something_is_named(tiny: Path, tmp_path: Path) -> None:
     data = section(tiny, dataroot_spike=None) | as_lmdb(tiny, tmp_path / "data")
     listed = tmp_path / "data/train_GT.lmdb/meta_info.txt"
@@ -430,6 +440,18 @@ def narrow(path: Path) -> None:
     Image.new("RGB", (46, 32)).save(path)
 
 
+def deepen(path: Path) -> None:
+    Image.fromarray(np.full((32, 48), 700, np.uint16)).save(path)
+
+
+def convert(path: Path) -> None:
+    path.rename(path.with_suffix(".tif"))
+
+
+def double(path: Path) -> None:
+    shutil.copy(path, path.with_suffix(".JPG"))
+
+
 @pytest.mark.parametrize(
     ("change", "file", "message"),
     [
@@ -439,6 +461,10 @@ def narrow(path: Path) -> None:
         (damage, "train_spike/a/000001.npy", "cannot read .*train_spike/a/000001.npy"),
         (empty, "train_spike/a/000001.npy", "cannot read .*train_spike/a/000001.npy"),
         (narrow, "train_GT_blurred/a/000001.png", r"a/000001.png holds \(32, 46, 3\), but \(32, 48, 3\) fits"),
+        (deepen, "train_GT/a/000000.png", r"a/000000.png has pixels of more than 8 bits .*I.*: convert it to 8 bits"),
+        (deepen, "train_GT_blurred/a/000003.png", "a/000003.png has pixels of more than 8 bits .*: convert it to 8"),
+        (convert, "train_GT/b/000003.png", "b holds 3 frames and 1 more that would not be read, 000003.tif: each fr"),
+        (double, "train_GT/b/000001.png", "b holds 4 frames and 1 more that would not be read, 000001.(JPG|png): "),
     ],
 )
 def test_frames_that_are_missing_or_do_not_fit_are_named(tmp_path: Path, change: Any, file: str, message: str) -> None:
@@ -448,6 +474,71 @@ def test_frames_that_are_missing_or_do_not_fit_are_named(tmp_path: Path, change:
         for clip in find_clips(section(root), 3):
             for part in clip.parts:
                 clip.stack(part)
+
+
+def test_other_files_beside_frames_are_none(tmp_path: Path) -> None:
+    root = video.write_clips(tmp_path)
+    for name in ("Thumbs.db", "notes.txt", ".DS_Store", "000002.json"):
+        (root / "train_GT/a" / name).touch()
+    assert [len(clip) for clip in find_clips(section(root), 3)] == [6, 4]
+
+
+def test_frames_are_in_the_order_of_their_numbers_and_a_gap_is_told(tmp_path: Path, caplog: Any) -> None:
+    root = video.write_clips(tmp_path)
+    for part in video.PARTS.values():
+        for path in sorted((root / f"train_{part}/a").iterdir()):
+            path.rename(path.with_stem(str(int(path.stem) + 7)))
+    first, _ = find_clips(section(root), 3)
+    assert first.names == ["7", "8", "9", "10", "11", "12"] and not caplog.messages
+    for part in video.PARTS.values():
+        next((root / f"train_{part}/a").glob("9.*")).unlink()
+    find_clips(section(root), 3)
+    assert caplog.messages == ["frames seem to be missing in 1 of 2 clips: a after 8"]
+
+
+def test_a_test_frame_that_is_not_whole_is_found_at_the_start(tmp_path: Path) -> None:
+    root = video.write_clips(tmp_path)
+    opt = complete(video.options(root, tmp_path))
+    assert len(find_test_clips(opt)) == 3
+    path = root / "test_GT/y/000002.png"
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(UserError, match="cannot read .*test_GT/y/000002.png"):
+        find_test_clips(opt)
+    with Image.open(root / "test_GT/y/000001.png") as image:
+        image.save(path, "JPEG")
+    assert len(find_test_clips(opt)) == 3
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(UserError, match="cannot read .*test_GT/y/000002.png"):
+        find_test_clips(opt)
+
+
+def test_odd_frames_are_for_networks_that_take_them(tmp_path: Path) -> None:
+    root = video.write_clips(tmp_path)
+    for path in root.glob("*_GT*/*/*.png"):
+        with Image.open(path) as image:
+            odd = image.crop((0, 0, image.width - 1, image.height - 1))
+        odd.save(path)
+    with pytest.raises(UserError, match="a has frames of 47 x 31: with spikes .* multiples of 2: crop or pad the fra"):
+        find_clips(section(root), 3)
+    data = section(root, dataroot_spike=None)
+    assert Crops(find_clips(data, 3), data, seed=0)[0]["H"].shape == (3, 3, 16, 16)
+    changes = {f"datasets__{split}__dataroot_spike": None for split in ("train", "test")}
+    changes |= {
+        f"datasets__{split}__dataset_type": f"VideoRecurrent{split.title()}Dataset" for split in ("train", "test")
+    }
+    with pytest.raises(UserError, match="x has frames of 31 x 23: with tiny_clip, width and height must be multiples"):
+        find_test_clips(complete(video.options(root, tmp_path, **changes)))
+    opt = complete(video.options(root, tmp_path, **changes, netG={"net_type": "somebodys.nets:Net", "width": 4}))
+    assert find_test_clips(opt)[0].shapes["L"] == (23, 31, 3)
+
+
+def test_a_folder_too_deep_is_named(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="train_GT/a itself holds 6 frames: name its parent"):
+        find_clips(section(tiny, dataroot_gt=str(tiny / "train_GT/a")), 3)
+    as_gopro(tiny, tmp_path)
+    roots = dict.fromkeys(("dataroot_gt", "dataroot_lq"), str(tmp_path / "a"))
+    with pytest.raises(UserError, match="a/blur would be the sharp and the blurred frames: name two folders, or the"):
+        find_clips(section(tiny, dataroot_spike=None, **roots), 3)
 
 
 @pytest.mark.parametrize(("change", "message"), [(empty, "cannot read .*a/000003.png"), (narrow, "a/000003.png holds")])
@@ -463,8 +554,9 @@ def test_a_bad_frame_that_is_not_kept_in_memory_is_an_error_of_one_rank(
 
 
 def test_missing_data_is_named_with_the_way_to_make_it(tiny: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no folder .*nowhere/train_GT \(dataroot_gt\): run prepare.py"):
+    with pytest.raises(UserError, match=r"no folder .*nowhere/train_GT \(dataroot_gt\): name a folder that"):
         find_clips(section(tmp_path / "nowhere"), 3)
+    assert remedy(clips.ROOT / "train_GT").startswith("run prepare.py")
     (tmp_path / "list.txt").write_text("c 4 (40,32,3) 0\n")
     with pytest.raises(UserError, match=r"no .png or .jpg or .* files in .*train_GT/c"):
         find_clips(section(tiny, meta_info_file=str(tmp_path / "list.txt")), 3)

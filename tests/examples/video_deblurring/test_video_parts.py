@@ -104,11 +104,10 @@ def test_losses_are_those_of_the_formula(kind: str, expected: float) -> None:
     train = TRAIN | {"G_lossfn_type": kind, "G_charbonnier_eps": 16.0 if kind == "charbonnier" else 0.0}
     if kind == "charbonnier":
         expected = (math.sqrt(1 + 16) + 5) / 2
-    found = make_loss(train, CPU)(torch.tensor([1.0, 3.0]), torch.tensor([2.0, 0.0]))
+    found = make_loss(train, CPU)(torch.tensor([1.0, 3.0], requires_grad=True), torch.tensor([2.0, 0.0]))
     assert found.item() == pytest.approx(expected)
-    assert make_loss(train | {"G_lossfn_weight": 2.0}, CPU)(torch.ones(1), torch.ones(1)) == 2 * (
-        4.0 if kind[0] == "c" else 0.0
-    )
+    ones = torch.ones(1, requires_grad=True)
+    assert make_loss(train | {"G_lossfn_weight": 2.0}, CPU)(ones, torch.ones(1)) == 2 * (4.0 if kind[0] == "c" else 0.0)
 
 
 def test_a_restored_optimizer_takes_the_tested_of_the_options_and_keeps_its_moments() -> None:
@@ -130,6 +129,10 @@ def test_frozen_parts_do_not_move_and_have_a_learning_rate_of_their_own() -> Non
     assert [(group["base_lr"], len(group["params"])) for group in optimizer.param_groups] == [(1e-3, 4), (1.25e-4, 4)]
     assert freeze(net, train, 2) and not net.body[0].one.weight.requires_grad and net.first.weight.requires_grad
     assert not freeze(net, train, 3) and all(parameter.requires_grad for parameter in net.parameters())
+    net.first.requires_grad_(False)  # by itself
+    for step, changes in ((2, {}), (3, {}), (0, {"fix_iter": 0, "fix_keys": ["first"]})):
+        freeze(net, train | changes, step)
+        assert not net.first.weight.requires_grad
     with pytest.raises(UserError, match="no parameter has 'spynet' in its name; the first ones are first.weight"):
         make_optimizer(net, train | {"fix_keys": ["body", "spynet"]})
     with pytest.raises(UserError, match=r"every parameter has one of \['i', 'o'\] in its name, so nothing would train"):
@@ -325,14 +328,15 @@ def test_weights_are_found_in_released_files_and_what_does_not_fit_is_listed(
 
 
 def test_every_frame_of_a_film_has_its_labels(tmp_path: Path) -> None:
-    black = np.zeros((48, 64, 3), np.uint8)
-    picture = strip({"blurred": black, "sharp": black})
-    assert picture.shape == (48, 128, 3)
-    assert (picture[:20, :64] > 200).any() and (picture[:20, 64:] > 200).any() and not picture[20:].any()
+    black = np.zeros((49, 63, 3), np.uint8)
+    picture = strip({"blurred": black, "middle": black, "sharp": black})
+    assert picture.shape == (49, 189, 3)
+    assert (picture[:20, :63] > 200).any() and (picture[:20, 126:] > 200).any() and not picture[20:].any()
     save_film(tmp_path / "film.mp4", [picture] * 3)
     with av.open(str(tmp_path / "film.mp4")) as film:
         shown = [frame.to_ndarray(format="rgb24") for frame in film.decode(video=0)]
     assert len(shown) == 3 and shown[2][:20].max() > 150 and shown[2][30:].max() < 30
+    assert shown[0].shape == (48, 188, 3)  # films are even
 
 
 def test_no_more_loading_processes_are_taken_than_there_are_cores() -> None:

@@ -155,6 +155,7 @@ def runs(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
                     ),
                     call("rgb", "rgb", **RGB, **apart),
                     call("own", "own", **own(root / "released.pth"), train__total_iter=4),
+                    call("idle", "idle", **somebodys("Idle"), find_unused_parameters=True, train__total_iter=2),
                     call("test2", "whole2", TEST),
                 ],
             )
@@ -174,6 +175,7 @@ def runs(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         )
     ]
     one += [call(f"amp_{kind}", f"amp_{kind}", train__amp=kind, train__total_iter=2) for kind in ("bf16", "fp16")]
+    one += [call("shorter", "half1", train__total_iter=9)]
     one += [call("slower", "slower", train__G_optimizer_lr=1e-4, train__total_iter=8)]
     one += [call(f"unseeded{i}", "unseeded", train__manual_seed=None, train__total_iter=i) for i in (1, 2)]
     printed[1] = outputs(launch(1, one))
@@ -185,6 +187,10 @@ RGB = {
     for split in ("train", "test")
     for key, value in (("dataset_type", f"VideoRecurrent{split.title()}Dataset"), ("dataroot_spike", None))
 }
+
+
+def somebodys(network: str) -> dict[str, Any]:
+    return RGB | {"netG": {"net_type": f"somebodys.nets:{network}", "width": 4}}
 
 
 def own(released: Path) -> dict[str, Any]:
@@ -220,6 +226,11 @@ def test_a_run_goes_on_exactly_where_it_was_on_another_number_of_ranks(runs: Run
     assert states[0]["loader"] == states[1]["loader"]
     moments = [[state["optimizer"]["state"][i]["exp_avg"] for i in range(8)] for state in states]
     assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(*moments, strict=True))
+
+
+def test_a_run_that_is_over_says_that_there_is_nothing_to_do(runs: Runs) -> None:
+    said = runs[1][1][0]["shorter"]
+    assert re.search("nothing to do: .*/12_optimizerG.pth is of iteration 12 of 9", said) and "done" not in said
 
 
 def test_a_run_goes_on_with_the_learning_rate_of_its_options(runs: Runs) -> None:
@@ -427,11 +438,17 @@ def test_without_a_seed_a_run_goes_on_with_the_one_it_drew(runs: Runs) -> None:
 def test_what_cannot_be_done_is_said_once_and_all_ranks_end(runs: Runs, clips: Path, tmp_path: Path) -> None:
     root = tmp_path
     shutil.copytree(runs[0] / "half1", root / "kept")
+    shutil.copytree(clips / "test_GT", root / "damaged_GT")
+    (root / "damaged_GT/x/000001.png").write_bytes((root / "damaged_GT/x/000001.png").read_bytes()[:-20])
     (root / "foreign.pth").write_bytes((root / "kept/tiny/models/12_G.pth").read_bytes()[:2000])
     cases: dict[str, tuple[str, dict[str, Any] | None, str]] = {
         "nothing": (TRAIN, None, "the following arguments are required: --opt\nusage: main_train_vrt.py"),
         "typo": (TRAIN, {"train__totl_iter": 3}, "train.totl_iter is unknown; did you mean train.total_iter"),
-        "nodata": (TRAIN, {"datasets__train__dataroot_lq": "/nowhere"}, "no folder /nowhere .*dataroot_lq.*prepare.py"),
+        "nodata": (
+            TRAIN,
+            {"datasets__train__dataroot_lq": "/nowhere"},
+            "no folder /nowhere .*dataroot_lq.: name a folder",
+        ),
         "batch": (TRAIN, {"datasets__train__dataloader_batch_size": 7}, "batch of 7 does not divide into 2 ranks"),
         "large": (TRAIN, {"datasets__train__dataloader_batch_size": 600}, "crops do not fill one batch"),
         "fixed": (TRAIN, {"train__fix_iter": 2, "train__fix_keys": ["deform"]}, "no parameter has 'deform'"),
@@ -440,24 +457,63 @@ def test_what_cannot_be_done_is_said_once_and_all_ranks_end(runs: Runs, clips: P
         "sizes": (
             TRAIN,
             {"netG__embed_dim": 6},
+            r"^to train another network, name another task, or move .*models away: .*"
             r"12_G.pth does not fit the network.*\s+size mismatch for first.weight",
         ),
         "nowhere": (TRAIN, {"netG": {"net_type": "nowhere.nets:Net"}}, "cannot import nowhere.nets:Net: Module.*"),
         "depht": (
             TRAIN,
             {"netG": {"net_type": "somebodys.nets:Net", "width": 4, "depht": 2}},
-            r"netG.net_type: somebodys.nets:Net\(width.*, depth.*\).*: got an unexpected keyword argument 'depht'",
+            r"netG.net_type: somebodys.nets:Net\(width.*, depth.*\).*: got an unexpected keyword argument 'depht'; it "
+            r"gets all keys of netG, the option file's too: 'netG={.net_type.: .somebodys.nets:Net., …}' on the co",
         ),
         "loss": (
             TRAIN,
             {"train__G_lossfn_type": "somebodys.nets:Net"},
-            r"train.G_lossfn_type: somebodys.nets:Net\(width.*: missing a required argument: 'width'",
+            r"train.G_lossfn_type: somebodys.nets:Net\(width.*: missing a required argument: 'width'; it is made",
         ),
         "middle": (
             TRAIN,
             RGB | {"netG": {"net_type": "somebodys.nets:Middle", "width": 4}},
             r"netG.net_type: the network must return \(batch, frames, channels, height, width\), here \(\d, \d, 3, .*, "
             r"but it returned \(\d, 1, 3, ",
+        ),
+        "pair": (
+            TRAIN,
+            somebodys("Pair"),
+            "netG.net_type: it must return one tensor, but it returned a tuple: wrap it",
+        ),
+        "detached": (TRAIN, somebodys("Detached"), "netG.net_type: it returned a tensor that has no gradient"),
+        "picky": (
+            TRAIN,
+            somebodys("Picky"),
+            "netG.net_type: cannot make somebodys.nets:Picky: KeyError: 'width 4' .in __init__, .*nets.py, line",
+        ),
+        "bare": (TRAIN, RGB | {"netG": {"net_type": "somebodys.nets:Bare"}}, "the network has no parameters to train"),
+        "function": (
+            TRAIN,
+            RGB | {"netG": {"net_type": "somebodys.nets:no_module"}},
+            "netG.net_type: somebodys.nets:no_module must make a torch.nn.Module, but it made a str",
+        ),
+        "module": (
+            TRAIN,
+            RGB | {"netG": {"net_type": "somebodys.nets:__name__"}},
+            "netG.net_type: somebodys.nets:__name__ must be a class of torch.nn.Module, but it is a str",
+        ),
+        "terms": (
+            TRAIN,
+            {"train__G_lossfn_type": "somebodys.nets:Terms"},
+            "train.G_lossfn_type: it must return one tensor, but it returned a dict",
+        ),
+        "still": (
+            TRAIN,
+            {"train__G_lossfn_type": "somebodys.nets:Still"},
+            "train.G_lossfn_type: it returned a tensor that has no gradient",
+        ),
+        "idle": (
+            TRAIN,
+            somebodys("Idle"),
+            "2 parameters of the network had no part in the loss, spare.weight, spare.bias: set find_unused_parameters",
         ),
         "prefetch": (
             TRAIN,
@@ -470,6 +526,7 @@ def test_what_cannot_be_done_is_said_once_and_all_ranks_end(runs: Runs, clips: P
             {"train__G_lossfn_weight": 1e300, "train__checkpoint_save": 1},
             "no finite numbers since iteration 1, first on rank 0; nothing was saved",
         ),
+        "damaged": (TRAIN, {"datasets__test__dataroot_gt": str(root / "damaged_GT")}, "cannot read .*_GT/x/000001.png"),
         "untrained": (TEST, {}, "there are no checkpoints in .*untrained/tiny/models and no path.pretrained_netG"),
     }
     calls = []
