@@ -154,37 +154,20 @@ def read_arguments() -> tuple[list[str], str | None]:
 
 
 def try_environment(index: Index) -> None:
-    """Begin an episode, and see that the policy would find there what it learns from; now, not after some epochs."""
+    """Try now, not after some epochs, where policies are to act."""
     if not index.env_id:
         raise UserError(
             "the demonstrations name no environment to try policies in: set experiment.env to one of gymnasium's or "
             "to module:Class, or experiment.rollout.enabled=false"
         )
     try:
-        from .environments import Arena  # here, as below: training alone needs no simulator
-
-        arena = Arena(index.env_id, 1, index.rendered_size)
-        seen, action_size = arena.try_out()
-        arena.close()
-    except UserError:
-        raise
-    except Exception as error:  # each version of MuJoCo fails in a way of its own
+        from .environments import check_environment  # here, as below: training alone needs no simulator
+    except ImportError as error:
         raise UserError(
-            f"{index.env_id} cannot be simulated here ({type(error).__name__}: {error}): set experiment.env to an "
-            "environment that gymnasium knows or to module:Class, pip install -e '.[examples-robot]' in the "
-            "repository, or set experiment.rollout.enabled=false"
+            f"{index.env_id} needs a package that is not installed ({error}): pip install -e '.[examples-robot]' in "
+            "the repository, or set experiment.rollout.enabled=false"
         ) from None
-    entries, statistics = index.entries, index.statistics
-    remedy = "choose in observation.modalities.obs and experiment.env, or set experiment.rollout.enabled=false"
-    missing = {*entries.numbers, *entries.cameras} - {*seen}
-    if missing:
-        raise UserError(f"{index.env_id} does not show {', '.join(sorted(missing))}, but {', '.join(seen)}: {remedy}")
-    observed = sum(seen[name].size for name in entries.numbers)
-    if (observed, action_size) != (len(statistics.mean), len(statistics.low)):
-        raise UserError(
-            f"{index.env_id} does not fit: it shows {observed} numbers and takes {action_size}; the demonstrations "
-            f"show {len(statistics.mean)} and take {len(statistics.low)}: {remedy}"
-        )
+    check_environment(index)
 
 
 @user_error("train.batch_size", ValueError)

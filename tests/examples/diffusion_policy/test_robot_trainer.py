@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from robot import checkpoints, collect, drawing, rollout, train
 from robot.config import read_config
 from robot.environments import EXPERTS, UNSEEN, Arena, Expert, Learned, Random, evaluate
 from robot.policy import EMA, DiffusionPolicy
-from robot.samples import Entries, Statistics, read_episode, scan, write_shard
+from robot.samples import Entries, Index, Statistics, read_episode, scan, write_shard
 from shared.program import UserError, one_message
 from shared.settings import nested
 from signals import signalled
@@ -411,7 +412,7 @@ def test_what_cannot_be_done_is_said_once_and_ends_every_rank(demonstrations: Pa
         f"train.output_dir={tmp_path}/other {LR}=1e30": "loss or weights .* since iteration ., first on rank 0",
         f"train.output_dir={tmp_path}/shape algo.network.class=somebodys.nets:Noise "
         'algo.network.kwargs={"one":true}': r"algo.network.class: .*, here \(8, 16, 4\), but it returned \(8, 16, 1\)",
-        f"train.data_path={elsewhere}": r"Nowhere-v4 cannot be simulated here .NameNotFound.*: set experiment.env to",
+        f"train.data_path={elsewhere}": r"Nowhere-v4 cannot be made: NameNotFound.*: set experiment.env to",
     }
     arguments = [settings(demonstrations, tmp_path / "runs", *case.split()) for case in cases]
     port = free_port()
@@ -454,6 +455,48 @@ class Straight:
 
     def act(self, seen: dict[str, np.ndarray]) -> np.ndarray:
         return np.diff(seen["place"])
+
+
+def line_index(folder: Path, **changes: Any) -> Index:
+    """The index of demonstrations of `somebodys.worlds.Line`."""
+    goals = np.linspace(-2, 2, 8)
+    episodes = [{"place": np.array([[0, goal], [goal, goal]]), "actions": np.array([[goal], [0]])} for goal in goals]
+    folder.mkdir()
+    write_shard(folder / "episodes-0.npz", "", episodes)
+    index = scan(read_config([f"train.data_path={folder}", "observation.modalities.obs.low_dim=[place]"]))
+    return replace(index, **changes)
+
+
+def test_an_environment_is_tried_before_training_and_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = line_index(tmp_path / "line")
+    at_line = r" .*worlds.py, line \d+\)"
+    cases = {
+        "Silent": "the info of .* must say in 'success' or 'is_success', .*; it holds 'distance': ",
+        "NotFinite": r"NotFinite: place must be finite; the environment shows \[ ?0. nan\]",
+        "Longer": "Longer does not fit: it shows 3 numbers and takes 1; the demonstrations show 2 and take 1: ",
+        "Renamed": "Renamed does not show place, but spot",
+        "Raising": f"Raising fails in step.*: ZeroDivisionError: nowhere to go{at_line}",
+        "Unmade": f"Unmade cannot be made: ValueError: no table{at_line}: set experiment.env",
+    }
+    for name, said in cases.items():
+        with pytest.raises(UserError, match=said) as caught:
+            train.try_environment(replace(index, env_id=f"somebodys.worlds:{name}"))
+        assert "\n" not in str(caught.value) and "pip install" not in str(caught.value)
+    for name in ("Line", "Array"):  # its array is the only entry
+        train.try_environment(replace(index, env_id=f"somebodys.worlds:{name}"))
+    two = replace(index, entries=Entries(("place", "speed"), (), ("actions",)), env_id="somebodys.worlds:Array")
+    with pytest.raises(UserError, match="does not show place, speed, but observations .one array is called .* a dict"):
+        train.try_environment(two)
+    with pytest.raises(UserError, match="place must be finite"):
+        player = Learned(DiffusionPolicy(read_config(TINY), index.statistics), index.entries)
+        Arena("somebodys.worlds:NotFinite", 12).play(player, [0])
+    with pytest.raises(UserError, match="the info of somebodys.worlds:Silent must say"):
+        Arena("somebodys.worlds:Silent", 1).play(Straight(), [0])
+    monkeypatch.setitem(sys.modules, "robot.environments", None)
+    with pytest.raises(UserError, match="needs a package that is not installed .*pip install -e '.examples-robot.'"):
+        train.try_environment(two)
 
 
 def test_an_environment_of_the_users_is_played_in(
