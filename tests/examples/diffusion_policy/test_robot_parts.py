@@ -249,9 +249,12 @@ def test_a_network_of_the_users_takes_the_u_nets_place() -> None:
     assert type(policy.network) is Recurrent and policy.network.gru.hidden_size == 12
     batch = make_batch()
     assert policy(batch).shape == (6,) and policy.act(batch, batch["noise"]).shape == (6, 8, 4)
-    for wrong in ("nowhere:Recurrent", f"{__name__}:Nothing", "nowhere", ":"):
+    for wrong in ("nowhere:Recurrent", f"{__name__}:Nothing", ":"):
         with pytest.raises(UserError, match=f"algo.network.class: cannot import {wrong}: "):
             make_policy(f"algo.network.class={wrong}")
+    pair = make_policy("algo.network.class=somebodys.nets:Pair")
+    with pytest.raises(UserError, match=r"must return a tensor .*, here \(6, 16, 4\), but it returned a tuple"):
+        pair(batch)
     with pytest.raises(UserError, match="unexpected keyword argument 'depth'"):
         make_policy(f"algo.network.class={__name__}:Recurrent", 'algo.network.kwargs={"depth": 2}')
     with pytest.raises(UserError, match="algo.unet: num_channels .*must be divisible by num_groups"):
