@@ -109,10 +109,6 @@ def score_path(folder: Path, epoch: int) -> Path:
     return folder / "logs" / f"success_epoch_{epoch}.json"
 
 
-def has_score(folder: Path, epoch: int) -> bool:
-    return score_path(folder, epoch).is_file()
-
-
 def due(epoch: int, every: int, last: int) -> bool:
     return epoch % every == 0 or epoch == last
 

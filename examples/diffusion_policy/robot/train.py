@@ -94,9 +94,10 @@ def main(job: ddpkit.Context, stop: ddpkit.Stop) -> None:
         place = {"epoch": saved["epoch"] + 1, "consumed": done * plan.global_batch_size}
         loader.load_state_dict(loader.state_dict() | place)
     actor = ema.policy if ema else policy
-    ended_before_rollouts = resumes and not done and checkpoints.due(saved["epoch"], roll_out_every, epochs)
-    if ended_before_rollouts and rolls_out and not ddpkit.run_on_main(checkpoints.has_score, folder, saved["epoch"]):
-        roll_out(actor, index, config, folder, boards, saved["epoch"])
+    if resumes and rolls_out and not done and checkpoints.due(saved["epoch"], roll_out_every, epochs):
+        has_score = ddpkit.run_on_main(checkpoints.score_path(folder, saved["epoch"]).exists)
+        if not has_score:  # the run ended before these rollouts
+            roll_out(actor, index, config, folder, boards, saved["epoch"])
     first_bad = torch.full((), NO_STEP, device=job.device)  # the first step whose loss here is not finite
     for epoch in range(saved["epoch"] + 1, epochs + 1):
         loader.set_epoch(epoch)
@@ -313,7 +314,7 @@ def roll_out(policy: DiffusionPolicy, index: Index, config: Config, folder: Path
     boards.add({"rollout/success_rate": score.rate}, epoch)
     if saves:
         ddpkit.run_on_main(checkpoints.keep_best, folder / "last.pth", folder, config, epoch, "success", score.rate)
-    ddpkit.run_on_main(score.write, checkpoints.score_path(folder, epoch))  # when all is done: see `has_score`
+    ddpkit.run_on_main(score.write, checkpoints.score_path(folder, epoch))  # says that all is done
 
 
 @contextmanager

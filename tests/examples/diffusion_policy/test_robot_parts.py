@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from robot.config import read_config
 from robot.networks import ResNet, SpatialSoftmax
 from robot.policy import EMA, DiffusionPolicy, add_noise, ddim, squaredcos_cap_v2
 from robot.samples import Samples, Statistics, crop, scan, write_shard
-from robot.train import load_encoders, lr_factor, wrap
+from robot.train import keeping_random_state, load_encoders, lr_factor, wrap
 from shared.program import UserError
 from torch import nn
 
@@ -215,6 +216,16 @@ def test_a_learning_rate_warms_up_and_then_falls_from_its_whole() -> None:
     factors = [lr_factor(read_config(given), step) for step in range(41)]
     assert factors[:6] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
     assert factors[5:] == pytest.approx([(1 + math.cos(math.pi * step / 35)) / 2 for step in range(36)])
+
+
+def test_rollouts_draw_what_training_does_not_notice() -> None:
+    drawn = []
+    for plays in (False, True):
+        ddpkit.seed_everything(0)
+        with keeping_random_state(torch.device("cpu")):
+            _ = (random.random(), np.random.rand(), torch.rand(1)) if plays else ()
+        drawn.append((random.random(), np.random.rand(), torch.rand(1).item()))
+    assert drawn[0] == drawn[1]
 
 
 def test_actions_of_any_range_are_learned_from_minus_one_to_one() -> None:

@@ -444,7 +444,7 @@ def test_what_cannot_be_done_is_said_once_and_ends_every_rank(
     monkeypatch.setattr(sys, "argv", sys.argv)
     saved = states(late)["policy"]
     for expected in ([UNSEEN, UNSEEN + 1], []):
-        main([f"train.resume={late}", "experiment.env=somebodys.worlds:Line"])
+        main([f"train.resume={late}", "experiment.env=somebodys.worlds:Array"])
         (best,) = (late / "models").glob("model_epoch_1_success_*.pth")
         score = late / "logs" / "success_epoch_1.json"
         assert [*json.loads(score.read_text())["by_seed"]] == [str(seed) for seed in expected]
