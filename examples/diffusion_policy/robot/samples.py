@@ -256,10 +256,10 @@ def check_kinds(measured: list[Measured]) -> None:
         found = []
         for value in dict.fromkeys(values):
             episode = measured[values.index(value)].episode
-            found.append(f"{value or 'none'} in {values.count(value)} (as {episode.path}, episode {episode.name})")
+            found.append(f"{value or 'none'} in {values.count(value)}, as in {episode.path}, episode {episode.name}")
         if len(found) > 1:
             raise UserError(
-                f"the demonstrations do not fit together: the {name} differs between episodes: {', '.join(found)}. "
+                f"the demonstrations do not fit together: episodes differ in {name}: {'; '.join(found)}. "
                 "Leave some out of train.data_path, or choose entries that are alike in "
                 "observation.modalities.obs.low_dim and .rgb, and in train.action_keys"
             )

@@ -519,10 +519,10 @@ def test_missing_or_unfitting_demonstrations_are_said(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     other = {"observations": np.zeros((2, 5)), "actions": np.zeros((2, 4))}
     write_shard(tmp_path / "b" / "episodes-0.npz", "FetchReach-v4", [other])
-    differ = (
-        rf"numbers of an observation differs .*: 3 in 1 .as {folder}, episode .*0.npz/0., 5 in 1 .as {tmp_path}/b, "
-    )
-    with pytest.raises(UserError, match=f"do not fit together: the {differ}.* Leave some out of train.data_path"):
+    differ = rf"in numbers of an observation: 3 in 1, as in {folder}, episode .*0.npz/0; 5 in 1, as in {tmp_path}/b, "
+    with pytest.raises(
+        UserError, match=f"do not fit together: episodes differ {differ}.* Leave some out of train.data_path"
+    ):
         scan(settings_for([str(folder), str(tmp_path / "b")]))
     wanted = "observation.modalities.obs.low_dim=[robot0_eef_pos]"
     with pytest.raises(UserError, match="has no robot0_eef_pos; it has observations, actions: choose in"):
