@@ -116,3 +116,18 @@ class Noise(nn.Module):
     def forward(self, actions: Tensor, step: Tensor, observations: Tensor) -> Tensor:
         seen = self.see(torch.cat([observations, step[:, None] / 100], dim=1))
         return self.find(torch.cat([actions, seen[:, None].expand(-1, actions.shape[1], -1)], dim=2))
+
+
+class Pair(Noise):
+    """Finds noise, and returns it with something else."""
+
+    def forward(self, actions: Tensor, step: Tensor, observations: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(actions, step, observations), step
+
+
+class Spare(Noise):
+    """Has a layer that it does not use."""
+
+    def __init__(self, channels: int, observation: int) -> None:
+        super().__init__(channels, observation)
+        self.spare = nn.Linear(2, 2)

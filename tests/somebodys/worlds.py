@@ -1,4 +1,4 @@
-"""An environment as a user of the robot's trainer may have one."""
+"""Environments as a user of the robot's trainer may have them: one that works, and some that do not yet."""
 
 from __future__ import annotations
 
@@ -27,3 +27,59 @@ class Line(gymnasium.Env):
         self.place[0] += action[0]
         self.over = bool(abs(self.place[0] - self.place[1]) < 0.1)
         return {"place": self.place.copy()}, 0.0, self.over, False, {"success": self.over}
+
+
+class Array(Line):
+    """Observes one array, not a dict."""
+
+    observation_space = Box(-9, 9, (2,))
+
+    def reset(self, **how: Any) -> tuple[Any, dict[str, Any]]:
+        return super().reset(**how)[0]["place"], {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        seen, *rest = super().step(action)
+        return seen["place"], *rest
+
+
+class Silent(Line):
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return *super().step(action)[:4], {"distance": 1.0}
+
+
+class NotFinite(Line):
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        _, *rest = super().step(action)
+        return {"place": np.array([0.0, np.nan])}, *rest
+
+
+class Longer(Line):
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        _, *rest = super().step(action)
+        return {"place": np.zeros(3)}, *rest
+
+
+class Renamed(Line):
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        _, *rest = super().step(action)
+        return {"spot": np.zeros(2)}, *rest
+
+
+class Raising(Line):
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        raise ZeroDivisionError("nowhere to go")
+
+
+class Unmade(Line):
+    def __init__(self) -> None:
+        raise ValueError("no table")
+
+
+class Late(Line):
+    """Fails only where a policy acts for longer."""
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps > 2:
+            raise RuntimeError("the motor is hot")
+        return *super().step(action)[:2], False, False, {"success": False}

@@ -20,14 +20,17 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from shared.program import log_to, user_error
-from shared.settings import flatten, nested
+from shared.program import UserError, log_to, user_error
+from shared.settings import flatten, nested, read_json
 
 import ddpkit
 
 from .config import SETTINGS, Config, read_config
 from .policy import DiffusionPolicy
 from .samples import Statistics
+
+OF_THE_NETWORK = "algo.", "observation.", "train.data_path", "train.action_keys"
+BEST = {"validation": ("on_best_validation", 6, 1), "success": ("on_best_rollout_success_rate", 4, -1)}
 
 
 @user_error("train.output_dir", OSError)
@@ -54,6 +57,21 @@ def find_run(config: Config) -> Path:
     return folder
 
 
+def restore(saver: ddpkit.Checkpointer, folder: Path, config: Config, parts: dict[str, Any]) -> dict[str, Any]:
+    """Load the newest checkpoint of a run into its parts; say first which settings to leave out. Collective."""
+    try:
+        return saver.load_latest(**parts)
+    except ddpkit.CheckpointError as error:
+        former = read_config([]) | dict(flatten(read_json(folder / "config.json"), SETTINGS))
+        changed = [key for key in SETTINGS if key.startswith(OF_THE_NETWORK) and config[key] != former[key]]
+        if not changed or "does not fit" not in str(error):
+            raise
+        raise UserError(
+            f"train.resume goes on with the network of its run: leave out {', '.join(changed)}, or begin a new run "
+            f"without train.resume. {error}"
+        ) from error
+
+
 def record(folder: Path, config: Config) -> None:
     """Leave the settings in a run's folder and, from now on, what rank 0 logs."""
     if not ddpkit.is_main_process():
@@ -66,21 +84,29 @@ def record(folder: Path, config: Config) -> None:
 
 def publish(checkpoint: Path, folder: Path, config: Config, epoch: int, news: dict[str, float]) -> None:
     """Give a checkpoint the other names that it deserves by epoch and news; each file is whole at any moment."""
-    save, models = "experiment.save.", folder / "models"
     copy(checkpoint, folder / "last.pth")
-    if due(epoch, config[f"{save}every_n_epochs"], config["train.num_epochs"]):
-        copy(checkpoint, models / f"model_epoch_{epoch}.pth")
-    if config[f"{save}on_best_validation"]:
-        copy(checkpoint, models / f"model_epoch_{epoch}_validation_{news['validation/loss']:.6f}.pth")
-    if config[f"{save}on_best_rollout_success_rate"] and "rollout/success_rate" in news:
-        copy(checkpoint, models / f"model_epoch_{epoch}_success_{news['rollout/success_rate']:.4f}.pth")
-    for kind, sign in (("validation", 1), ("success", -1)):
-        found = {}
-        for path in models.glob(f"model_epoch_*_{kind}_*.pth"):
-            _, _, saved_at, _, value = path.stem.split("_")
-            found[path] = sign * float(value), int(saved_at)
-        for path in sorted(found, key=found.__getitem__)[config[f"{save}top_k"] :]:
-            path.unlink()
+    if due(epoch, config["experiment.save.every_n_epochs"], config["train.num_epochs"]):
+        copy(checkpoint, folder / "models" / f"model_epoch_{epoch}.pth")
+    if "validation/loss" in news:
+        keep_best(checkpoint, folder, config, epoch, "validation", news["validation/loss"])
+
+
+def keep_best(checkpoint: Path, folder: Path, config: Config, epoch: int, kind: str, value: float) -> None:
+    """Keep a checkpoint as long as it is one of the best by "validation" or "success", if the settings ask for it."""
+    setting, digits, sign = BEST[kind]
+    if not config[f"experiment.save.{setting}"]:
+        return
+    models, found = folder / "models", {}
+    copy(checkpoint, models / f"model_epoch_{epoch}_{kind}_{value:.{digits}f}.pth")
+    for path in models.glob(f"model_epoch_*_{kind}_*.pth"):
+        _, _, saved_at, _, written = path.stem.split("_")
+        found[path] = sign * float(written), int(saved_at)
+    for path in sorted(found, key=found.__getitem__)[config["experiment.save.top_k"] :]:
+        path.unlink()
+
+
+def score_path(folder: Path, epoch: int) -> Path:
+    return folder / "logs" / f"success_epoch_{epoch}.json"
 
 
 def due(epoch: int, every: int, last: int) -> bool:

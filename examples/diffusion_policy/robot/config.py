@@ -5,6 +5,7 @@ Inside the program a setting is `config["train.batch_size"]`; in files it stands
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,19 @@ def is_text_or_texts(value: Any) -> bool:
     return text().fits(value) or many(text(), empty=False).fits(value)
 
 
+def is_name(value: Any) -> bool:
+    return text().fits(value) and value != ".." and Path(value).name == value
+
+
+def is_class(value: Any) -> bool:
+    return text().fits(value) and ":" in value
+
+
 _RGB = "observation.encoder.rgb."
 _RANDOMIZER = Setting("'CropRandomizer', alone and not in a list", lambda value: value == "CropRandomizer")
 SETTINGS = {
     "algo_name": choice("diffusion_policy"),
-    "experiment.name": text("fetch_pick_and_place"),
+    "experiment.name": Setting("a name without separators", is_name, "fetch_pick_and_place"),  # of a folder
     "experiment.epoch_every_n_steps": count(250),  # optimiser steps in an epoch
     "experiment.check_replicas_every_n_steps": count(500),
     "experiment.validate": flag(False),  # the loss on episodes that are held out, after each epoch
@@ -96,7 +105,7 @@ SETTINGS = {
     "algo.horizon.observation_horizon": count(2),  # observations that the policy sees
     "algo.horizon.action_horizon": count(8),  # actions that are carried out before it looks again
     "algo.horizon.prediction_horizon": count(16),  # actions that it predicts
-    "algo.network.class": or_null(text()),  # package.module:Class in place of the U-Net
+    "algo.network.class": or_null(Setting("package.module:Class", is_class)),  # in place of the U-Net
     "algo.network.kwargs": Setting("a section of its arguments", lambda value: isinstance(value, dict), {}),
     "algo.unet.diffusion_step_embed_dim": Setting("an even number", lambda value: value in range(2, 2**20, 2), 32),
     "algo.unet.down_dims": many(count(), [32, 64], empty=False),
@@ -246,5 +255,7 @@ def _contradictions(config: Config) -> Iterable[str]:
         yield f"{_RGB}obs_randomizer_class CropRandomizer needs {kwargs}height and {kwargs}width"
     if config[f"{_CORE}backbone_class"] != "ResNet18Conv" and config[f"{_CORE}backbone_kwargs.width"] != 64:
         yield f"{_CORE}backbone_kwargs.width is for ResNet18Conv; others have 64 channels at first"
+    if config["experiment.logging.log_wandb"] and importlib.util.find_spec("wandb") is None:
+        yield "experiment.logging.log_wandb needs wandb, which is not installed: pip install wandb, or leave it out"
     if config["experiment.save.on_best_validation"] and not config["experiment.validate"]:
         yield "experiment.save.on_best_validation needs experiment.validate=true"

@@ -15,9 +15,10 @@ import json
 import logging
 import math
 import os
+import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,13 +28,13 @@ import numpy as np
 import torch
 from gymnasium.envs.registration import EnvSpec
 from PIL import Image
-from shared.program import UserError, find_class
+from shared.program import UserError, find_class, user_error
 from tqdm import trange
 
 import ddpkit
 
 from .policy import DiffusionPolicy
-from .samples import Entries
+from .samples import Entries, Index
 
 with redirect_stderr(io.StringIO()):  # it prints a note on environments that are not used here
     import gymnasium_robotics
@@ -72,8 +73,13 @@ class Arena:
     def try_out(self) -> tuple[Seen, int]:
         """Return what is observed at the beginning of an episode, and how many numbers an action has."""
         self._make(1)
-        space = self.envs[0].action_space
-        return self._see(self.envs[0], self.envs[0].reset(seed=0)[0]), math.prod(space.shape or (1,))
+        return self._begin(self.envs[0], 0), math.prod(self.envs[0].action_space.shape or (1,))
+
+    def try_step(self, action: np.ndarray) -> Seen:
+        """Return what is observed after a step; raise if nothing says whether the goal is reached."""
+        seen, _, info = self._step(self.envs[0], action)
+        self._is_reached(info)
+        return seen
 
     def play(self, player: Player, seeds: Sequence[int], watch: Watch | None = None) -> list[bool]:
         """Plays one episode for each seed, on which and on the player alone it depends.
@@ -87,7 +93,7 @@ class Arena:
         for start in trange(0, len(seeds), AT_ONCE, desc="episodes", unit=f" x {AT_ONCE}", leave=False, disable=no_bar):
             wave = seeds[start : start + AT_ONCE]
             envs = self.envs[: len(wave)]
-            seen = [self._see(env, env.reset(seed=seed)[0]) for env, seed in zip(envs, wave, strict=True)]
+            seen = [self._begin(env, seed) for env, seed in zip(envs, wave, strict=True)]
             infos: list[dict[str, Any]] = [{} for _ in wave]
             over = [False for _ in wave]  # an episode that ends early stays as it ended
             player.begin(wave)
@@ -97,9 +103,8 @@ class Arena:
                 actions = player.act({name: np.stack([one[name] for one in seen]) for name in seen[0]})
                 for number, env in enumerate(envs):
                     if not over[number]:
-                        found, _, terminated, truncated, infos[number] = env.step(actions[number])
-                        seen[number], over[number] = self._see(env, found), terminated or truncated
-            successes += [bool(info.get("is_success", info.get("success", False))) for info in infos]
+                        seen[number], over[number], infos[number] = self._step(env, actions[number])
+            successes += [self._is_reached(info) for info in infos]
         return successes
 
     def close(self) -> None:
@@ -107,8 +112,43 @@ class Arena:
             env.close()
 
     def _make(self, count: int) -> None:
+        remedy = ": set experiment.env to an id that gymnasium knows or to module:Class"
+        if self.env_id in EXPERTS:
+            remedy += ", pip install -e '.[examples-robot]' in the repository"
         while len(self.envs) < count:
-            self.envs.append(make_environment(self.env_id, self.horizon, self.picture_size))
+            with self._named("cannot be made", f"{remedy}, or set experiment.rollout.enabled=false"):
+                self.envs.append(make_environment(self.env_id, self.horizon, self.picture_size))
+
+    def _begin(self, env: gymnasium.Env, seed: int) -> Seen:
+        with self._named(f"fails in reset(seed={seed})"):
+            return self._see(env, env.reset(seed=seed)[0])
+
+    def _step(self, env: gymnasium.Env, action: np.ndarray) -> tuple[Seen, bool, dict[str, Any]]:
+        with self._named("fails in step()"):
+            found, _, terminated, truncated, info = env.step(action)
+            return self._see(env, found), terminated or truncated, info
+
+    @contextmanager
+    def _named(self, doing: str, remedy: str = "") -> Iterator[None]:
+        """Name the environment, and the line, of whatever it raises."""
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:  # each environment fails in a way of its own
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            said = f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
+            raise UserError(f"{self.env_id} {doing}: {said}{remedy}") from error
+
+    def _is_reached(self, info: dict[str, Any]) -> bool:
+        for name in ("is_success", "success"):
+            if name in info:
+                return bool(info[name])
+        raise UserError(
+            f"the info of {self.env_id} must say in 'success' or 'is_success', after each step, whether the goal is "
+            f"reached; it holds {', '.join(map(repr, info)) or 'nothing'}: add it, or set "
+            "experiment.rollout.enabled=false"
+        )
 
     def _see(self, env: gymnasium.Env, found: Any) -> Seen:
         """Give what an environment shows its names; of the Fetch robot also "observations", all of its numbers."""
@@ -157,6 +197,58 @@ def make_environment(env_id: str, horizon: int, picture_size: Sequence[int] | No
     if picture_size and env_id.startswith("Fetch"):
         options |= {"height": picture_size[0], "width": picture_size[1], "default_camera_config": CAMERA}
     return gymnasium.make(spec, max_episode_steps=horizon, disable_env_checker=True, **options)
+
+
+def check_environment(index: Index) -> None:
+    """Begin an episode and take a step: a policy must find there what it learns from."""
+    low, high = index.statistics.low, index.statistics.high
+    arena = Arena(index.env_id, 1, index.rendered_size)
+    try:
+        seen, action_size = arena.try_out()
+        _check_seen(index, seen, action_size)
+        _check_seen(index, arena.try_step(((low + high) / 2).astype(np.float32)), action_size)
+    finally:
+        arena.close()
+
+
+def _check_seen(index: Index, seen: Seen, action_size: int) -> None:
+    env_id, cameras, statistics = index.env_id, index.entries.cameras, index.statistics
+    names = used_names(seen, index.entries)
+    remedy = "choose in observation.modalities.obs and experiment.env, or set experiment.rollout.enabled=false"
+    missing = {*names, *cameras} - {*seen}
+    if missing:
+        raise UserError(
+            f"{env_id} does not show {', '.join(sorted(missing))}, but {', '.join(seen)} (one array is called "
+            f"observations; a dict names several): {remedy}"
+        )
+    sizes = sum(seen[name].size for name in names), action_size
+    if sizes != (len(statistics.mean), len(statistics.low)):
+        raise UserError(
+            f"{env_id} does not fit: it shows {sizes[0]} numbers and takes {action_size}; the demonstrations "
+            f"show {len(statistics.mean)} and take {len(statistics.low)}: {remedy}"
+        )
+    for camera in cameras:
+        if seen[camera].dtype != np.uint8 or seen[camera].shape != (*index.picture_size, 3):
+            raise UserError(
+                f"{env_id} shows pictures {seen[camera].shape} in {seen[camera].dtype} as {camera}; the demonstrations "
+                f"have {(*index.picture_size, 3)} in uint8: {remedy}"
+            )
+    with user_error(env_id, UserError):
+        check_finite(seen, names)
+
+
+def used_names(seen: Seen, entries: Entries) -> tuple[str, ...]:
+    """Name the numbers that a policy sees; an environment's only array is the only entry of its demonstrations."""
+    if len(entries.numbers) == 1 and not {*seen} - {"observations", "camera"}:
+        return ("observations",)
+    return entries.numbers
+
+
+def check_finite(seen: Seen, names: Sequence[str]) -> None:
+    """Raise if a policy would see what is no finite number: it would act by chance."""
+    for name in names:
+        if not np.isfinite(seen[name]).all():
+            raise UserError(f"{name} must be finite; the environment shows {seen[name].flat[:9]}")
 
 
 class Random:
@@ -223,8 +315,10 @@ class Learned:
 
     def act(self, seen: Seen) -> np.ndarray:
         count = len(self.generators)
+        names = used_names(seen, self.entries)
+        check_finite(seen, names)
         numbers = [np.zeros((count, 0), np.float32)]  # a policy may see pictures alone
-        numbers += [seen[name].reshape(count, -1) for name in self.entries.numbers]
+        numbers += [seen[name].reshape(count, -1) for name in names]
         used = {name: seen[name] for name in self.entries.cameras}
         used["observations"] = np.concatenate(numbers, axis=1)
         self.seen.extend([used] * (1 if self.seen else self.policy.observation_horizon))

@@ -9,8 +9,9 @@ What a path of `train.data_path` is, is seen from what is there:
 
 Each is a class with these: `actions`, the usual name of the actions; `env_id`, the environment or ""; `episodes`, all
 or those of a subset; and of an episode `names`, what it holds; `numbers`, what is observed if nothing else is asked
-for; `read`, all steps of an entry; `frames`, a camera's pictures at some ascending steps, (steps, height, width, 3) in
-uint8. h5py, pyarrow with av, and zarr are imported only where they are needed.
+for; `read`, all steps of an entry; `length`, how many steps a camera has; `frames`, its pictures at some ascending
+steps, (steps, height, width, 3) in uint8. A format that counts an episode's steps itself raises a ValueError where it
+holds others. h5py, pyarrow with av, and zarr are imported only where they are needed.
 """
 
 from __future__ import annotations
@@ -108,6 +109,9 @@ class Shards:
         with np.load(self.folder / file, allow_pickle=False) as shard:
             return shard[f"{name}_{number}"]
 
+    def length(self, episode: str, name: str) -> int:
+        return len(_pictures(self, episode, name))
+
     def frames(self, episode: str, name: str, steps: np.ndarray) -> np.ndarray:
         return _pictures(self, episode, name)[steps]
 
@@ -139,10 +143,10 @@ class Robomimic:
 
     def names(self, episode: str) -> list[str]:
         demo = self.file["data"][episode]
-        return [*demo["obs"], *(name for name in demo if hasattr(demo[name], "shape"))]
+        return [*demo.get("obs", ()), *(name for name in demo if hasattr(demo[name], "shape"))]
 
     def numbers(self, episode: str) -> list[str]:
-        seen = self.file["data"][episode]["obs"]
+        seen = self.file["data"][episode].get("obs", {})
         return [name for name in seen if seen[name].ndim == 2]
 
     def read(self, episode: str, name: str) -> np.ndarray:
@@ -152,9 +156,16 @@ class Robomimic:
         first = steps[0]
         return self._entry(episode, name)[first : steps[-1] + 1][steps - first]
 
+    def length(self, episode: str, name: str) -> int:
+        return len(self._entry(episode, name))
+
     def _entry(self, episode: str, name: str) -> Any:
         demo = self.file["data"][episode]
-        return demo["obs"][name] if name in demo["obs"] else demo[name]
+        entry = demo["obs"][name] if name in demo.get("obs", ()) else demo[name]
+        count = demo.attrs.get("num_samples", len(entry))
+        if count != len(entry):
+            raise ValueError(f"num_samples says {count}, {name} has {len(entry)} rows")
+        return entry
 
 
 class ReplayBuffer:
@@ -173,6 +184,9 @@ class ReplayBuffer:
         self.data, ends = buffer["data"], [0, *map(int, buffer["meta"]["episode_ends"][:])]
         self.arrays = sorted(self.data.array_keys())
         self.ranges = list(itertools.pairwise(ends))
+        for start, end in self.ranges:
+            if start > end:
+                raise UserError(f"{path}: meta/episode_ends must ascend, but {end} comes after {start}")
 
     def episodes(self, subset: str | None) -> list[str]:
         return [str(number) for number in range(len(self.ranges))]
@@ -184,8 +198,19 @@ class ReplayBuffer:
         return [name for name in self.arrays if name in ("obs", "state")]  # others may say what comes later
 
     def read(self, episode: str, name: str) -> np.ndarray:
-        start, end = self.ranges[int(episode)]
+        start, end = self._range(episode, name)
         return _array(self, name)[start:end]
+
+    def length(self, episode: str, name: str) -> int:
+        start, end = self._range(episode, name)
+        return end - start
+
+    def _range(self, episode: str, name: str) -> tuple[int, int]:
+        (start, end), rows = self.ranges[int(episode)], self.data[name].shape[0]
+        is_last = end == self.ranges[-1][1]
+        if end > rows or (is_last and end < rows):
+            raise ValueError(f"episode_ends says {end}, {name} has {rows} rows")
+        return start, end
 
     def frames(self, episode: str, name: str, steps: np.ndarray) -> np.ndarray:
         first = self.ranges[int(episode)][0] + steps[0]
@@ -232,7 +257,13 @@ class LeRobot:
 
     def read(self, episode: str, name: str) -> np.ndarray:
         episodes, values = _columns(self._path(self.info["data_path"], episode, "data"), name)
-        return values[episodes == int(episode)]
+        values, count = values[episodes == int(episode)], self.rows[episode]["length"]
+        if len(values) != count:
+            raise ValueError(f"meta says {count} steps, {name} has {len(values)} rows")
+        return values
+
+    def length(self, episode: str, name: str) -> int:
+        return int(self.rows[episode]["length"])
 
     def _path(self, template: str, episode: str, section: str, **more: str) -> Path:
         """Fill in a path's template, by the episode's number (version 2) or the numbers of its file (version 3)."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import zipfile
 import zlib
@@ -28,7 +29,7 @@ from .formats import open_format
 
 log = logging.getLogger("robot")
 # what the libraries raise for a file that is damaged, or is something else
-BROKEN = (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error)
+BROKEN = (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error)
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,15 @@ def write_shard(path: Path, env_id: str, episodes: Sequence[dict[str, np.ndarray
 @functools.cache
 def read_episode(path: str, name: str, entries: Entries) -> tuple[np.ndarray, np.ndarray]:
     """Read an episode's observed numbers and its actions, (steps, numbers), in float32 whatever the disk has; once."""
-    actions = np.concatenate(_read(path, name, entries.actions), axis=1)
-    nothing = np.zeros((len(actions), 0), np.float32)  # a policy may see pictures alone
-    return np.concatenate(_read(path, name, entries.numbers) or [nothing], axis=1), actions
+    numbers, actions = (_read(path, name, names) for names in (entries.numbers, entries.actions))
+    names = [*entries.numbers, *entries.actions, *entries.cameras]
+    lengths = [len(part) for part in [*numbers, *actions]]
+    lengths += [open_format(path).length(name, camera) for camera in entries.cameras]
+    if len({*lengths}) > 1 or not lengths[0]:
+        found = [f"{length} of {entry}" for length, entry in zip(lengths, names, strict=True)]
+        raise ValueError(f"it must have as many steps of each, and at least one: {', '.join(found)}")
+    nothing = np.zeros((lengths[0], 0), np.float32)  # a policy may see pictures alone
+    return np.concatenate(numbers or [nothing], axis=1), np.concatenate(actions, axis=1)
 
 
 def _read(path: str, name: str, names: Sequence[str]) -> list[np.ndarray]:
@@ -107,7 +114,10 @@ def _read(path: str, name: str, names: Sequence[str]) -> list[np.ndarray]:
     texts = [entry for entry, part in zip(names, parts, strict=True) if part.dtype.kind not in "biuf"]
     if texts:
         raise UserError(f"{path}: {', '.join(texts)} holds no numbers: leave it out (there is no language here)")
-    return [part.reshape(len(part), -1).astype(np.float32) for part in parts]
+    return [part.reshape(len(part), math.prod(part.shape[1:])).astype(np.float32) for part in parts]
+
+
+KIND = "environment", "numbers of an observation", "numbers of an action", "height and width of a picture"
 
 
 @dataclass(frozen=True)
@@ -115,7 +125,7 @@ class Measured:
     """What is known of an episode after it was read once."""
 
     episode: Episode
-    kind: tuple[str, int, int, tuple[int, int] | None]  # environment, sizes of observation, action and pictures
+    kind: tuple[str, int, int, tuple[int, int] | None]  # what all episodes must have alike: see `KIND`
     sums: np.ndarray  # of the observations, and of their squares
     squares: np.ndarray
     low: np.ndarray  # of the actions
@@ -127,16 +137,16 @@ def measure(path: str, name: str, entries: Entries) -> Measured:
     there = open_format(path).names(name)
     missing = {*entries.numbers, *entries.cameras, *entries.actions} - {*there}
     if missing:
-        raise UserError(
+        raise BrokenEpisode(
             f"{path}, episode {name}, has no {', '.join(sorted(missing))}; it has {', '.join(there)}: choose in "
-            "observation.modalities.obs.low_dim and .rgb, and in train.action_keys"
+            "observation.modalities.obs.low_dim and .rgb, and in train.action_keys or, if others have it, set "
+            "train.on_broken_shard=skip"
         )
     observations, actions = read_episode(path, name, entries)
-    if not 0 < len(actions) == len(observations):
-        raise ValueError(f"observations {observations.shape} and actions {actions.shape} do not fit")
     if not (np.isfinite(observations).all() and np.isfinite(actions).all()):
         raise ValueError("observations and actions must be finite")
-    sizes = {look(path, name, camera, np.arange(1)).shape[1:3] for camera in entries.cameras}
+    last = np.array([len(actions) - 1])  # which a film that is too short has not
+    sizes = {look(path, name, camera, last).shape[1:3] for camera in entries.cameras}
     if len(sizes) > 1:
         raise UserError(f"{path}: the cameras {', '.join(entries.cameras)} have pictures of several sizes: {sizes}")
     exact, episode = observations.astype(np.float64), Episode(path, name, len(actions))
@@ -219,9 +229,7 @@ def _try_to_measure(path: str, name: str, entries: Entries) -> Measured | UserEr
 def _sum_up(
     config: dict[str, Any], held_out: set[tuple[str, str]], entries: Entries, measured: list[Measured]
 ) -> Index:
-    kinds = {one.kind: one.episode.path for one in measured}
-    if len(kinds) > 1:
-        raise UserError(f"the demonstrations do not fit together (environment, sizes): {kinds}")
+    check_kinds(measured)
     validation = [one.episode for one in measured if (one.episode.path, one.episode.name) in held_out]
     training = [one for one in measured if (one.episode.path, one.episode.name) not in held_out]
     folders = []
@@ -237,9 +245,24 @@ def _sum_up(
     std = np.where(std > 1e-4, std, 1.0)  # what never moves stays 0
     low = np.min([one.low for one in training], axis=0)
     high = np.max([one.high for one in training], axis=0)
-    ((env_id, _, _, picture_size),) = kinds
+    env_id, _, _, picture_size = measured[0].kind
     env_id, statistics = config["experiment.env"] or env_id, Statistics(mean, std, low, high)
     return Index(folders, validation, entries, env_id, statistics, picture_size)
+
+
+def check_kinds(measured: list[Measured]) -> None:
+    """Raise, with examples, if the episodes differ in what all must have alike."""
+    for name, values in zip(KIND, zip(*(one.kind for one in measured), strict=True), strict=False):
+        found = []
+        for value in dict.fromkeys(values):
+            episode = measured[values.index(value)].episode
+            found.append(f"{value or 'none'} in {values.count(value)}, as in {episode.path}, episode {episode.name}")
+        if len(found) > 1:
+            raise UserError(
+                f"the demonstrations do not fit together: episodes differ in {name}: {'; '.join(found)}. "
+                "Leave some out of train.data_path, or choose entries that are alike in "
+                "observation.modalities.obs.low_dim and .rgb, and in train.action_keys"
+            )
 
 
 class Samples(Dataset[dict[str, np.ndarray]]):

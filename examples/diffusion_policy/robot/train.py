@@ -17,12 +17,16 @@ from __future__ import annotations
 import logging
 import math
 import pickle
+import random
 import socket
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from shared.boards import Boards
 from shared.program import NO_STEP, Parser, UserError, evaluating, one_message, stop_if_not_finite, user_error
@@ -70,7 +74,9 @@ def main(job: ddpkit.Context, stop: ddpkit.Stop) -> None:
     folder = ddpkit.run_on_main(checkpoints.find_run if resumes else checkpoints.new_run, config)
     saver = ddpkit.Checkpointer(folder / "checkpoints", keep=2)
     parts = {"policy": policy, "optimizer": optimizer, "scaler": scaler} | ({"ema": ema} if ema else {})
-    saved = saver.load_latest(**parts) if resumes else {"step": 0, "epoch": 0, "steps_of_next": 0}
+    saved = (
+        checkpoints.restore(saver, folder, config, parts) if resumes else {"step": 0, "epoch": 0, "steps_of_next": 0}
+    )
     optimizer.param_groups[0]["weight_decay"] = weight_decay  # by the settings, also where a checkpoint has another
 
     checkpoints.record(folder, config)
@@ -87,6 +93,11 @@ def main(job: ddpkit.Context, stop: ddpkit.Stop) -> None:
     if done:
         place = {"epoch": saved["epoch"] + 1, "consumed": done * plan.global_batch_size}
         loader.load_state_dict(loader.state_dict() | place)
+    actor = ema.policy if ema else policy
+    if resumes and rolls_out and not done and checkpoints.due(saved["epoch"], roll_out_every, epochs):
+        has_score = ddpkit.run_on_main(checkpoints.score_path(folder, saved["epoch"]).exists)
+        if not has_score:  # the run ended before these rollouts
+            roll_out(actor, index, config, folder, boards, saved["epoch"])
     first_bad = torch.full((), NO_STEP, device=job.device)  # the first step whose loss here is not finite
     for epoch in range(saved["epoch"] + 1, epochs + 1):
         loader.set_epoch(epoch)
@@ -101,6 +112,8 @@ def main(job: ddpkit.Context, stop: ddpkit.Stop) -> None:
                     part = model(batch).mean() / accumulation
                     scaler.scale(part).backward()
                 loss += part.detach()
+            if job.world_size > 1:
+                check_all_used(policy)
             if max_norm is not None:
                 scaler.unscale_(optimizer)
                 torch.nn.utils.clip_grad_norm_(policy.parameters(), max_norm)
@@ -131,16 +144,15 @@ def main(job: ddpkit.Context, stop: ddpkit.Stop) -> None:
         news |= {"train/learning_rate": optimizer.param_groups[0]["lr"], "train/steps_per_second": speed}
         text = "Train Epoch %d: loss %.4f, learning rate %.2e, %.1f steps/s, %.0f samples/s"
         log.info(text, epoch, *news.values(), speed * plan.global_batch_size)
-        actor = ema.policy if ema else policy
         if validation:
             news["validation/loss"] = validate(actor, validation, job.device)
             log.info("Epoch %d: validation loss %.4f", epoch, news["validation/loss"])
-        if rolls_out and checkpoints.due(epoch, roll_out_every, epochs):
-            news["rollout/success_rate"] = roll_out(actor, index, config, folder, boards, epoch)
+        boards.add(news, epoch)
         if saves:
             path = saver.save(step, **parts, epoch=epoch, steps_of_next=0, **about)
             ddpkit.run_on_main(checkpoints.publish, path, folder, config, epoch, news)
-        boards.add(news, epoch)
+        if rolls_out and checkpoints.due(epoch, roll_out_every, epochs):  # saved before, for environments may fail
+            roll_out(actor, index, config, folder, boards, epoch)
     boards.close()
     log.info("%s after step %d: %s", "stopped" if stop.reason else "done", step, folder)
 
@@ -154,37 +166,20 @@ def read_arguments() -> tuple[list[str], str | None]:
 
 
 def try_environment(index: Index) -> None:
-    """Begin an episode, and see that the policy would find there what it learns from; now, not after some epochs."""
+    """Try now, not after some epochs, where policies are to act."""
     if not index.env_id:
         raise UserError(
             "the demonstrations name no environment to try policies in: set experiment.env to one of gymnasium's or "
             "to module:Class, or experiment.rollout.enabled=false"
         )
     try:
-        from .environments import Arena  # here, as below: training alone needs no simulator
-
-        arena = Arena(index.env_id, 1, index.rendered_size)
-        seen, action_size = arena.try_out()
-        arena.close()
-    except UserError:
-        raise
-    except Exception as error:  # each version of MuJoCo fails in a way of its own
+        from .environments import check_environment  # here, as below: training alone needs no simulator
+    except ImportError as error:
         raise UserError(
-            f"{index.env_id} cannot be simulated here ({type(error).__name__}: {error}): set experiment.env to an "
-            "environment that gymnasium knows or to module:Class, pip install -e '.[examples-robot]' in the "
-            "repository, or set experiment.rollout.enabled=false"
+            f"{index.env_id} needs a package that is not installed ({error}): pip install -e '.[examples-robot]' in "
+            "the repository, or set experiment.rollout.enabled=false"
         ) from None
-    entries, statistics = index.entries, index.statistics
-    remedy = "choose in observation.modalities.obs and experiment.env, or set experiment.rollout.enabled=false"
-    missing = {*entries.numbers, *entries.cameras} - {*seen}
-    if missing:
-        raise UserError(f"{index.env_id} does not show {', '.join(sorted(missing))}, but {', '.join(seen)}: {remedy}")
-    observed = sum(seen[name].size for name in entries.numbers)
-    if (observed, action_size) != (len(statistics.mean), len(statistics.low)):
-        raise UserError(
-            f"{index.env_id} does not fit: it shows {observed} numbers and takes {action_size}; the demonstrations "
-            f"show {len(statistics.mean)} and take {len(statistics.low)}: {remedy}"
-        )
+    check_environment(index)
 
 
 @user_error("train.batch_size", ValueError)
@@ -231,6 +226,16 @@ def wrap(policy: DiffusionPolicy, config: Config, world_size: int, gpus: int) ->
         if type(error) is not ddpkit.DdpkitError:  # another rank's end, for instance
             raise
         raise UserError(f"train.strategy: {error}") from error
+
+
+def check_all_used(policy: DiffusionPolicy) -> None:
+    """Raise if the loss does not depend on some weights: DDP would wait for their gradients, and name numbers."""
+    unused = [name for name, weights in policy.named_parameters() if weights.requires_grad and weights.grad is None]
+    if unused:
+        raise UserError(
+            f"the loss does not depend on {', '.join(unused)}: on several ranks, use them in the forward pass, delete "
+            "them, or freeze them by requires_grad_(False)"
+        )
 
 
 def lr_factor(config: Config, step: int) -> float:
@@ -287,22 +292,39 @@ def open_boards(folder: Path, config: Config, saved: dict[str, Any]) -> Boards:
     return Boards(saved["epoch"], tensorboard, wandb, saved.get("wandb_id"))
 
 
-def roll_out(policy: DiffusionPolicy, index: Index, config: Config, folder: Path, boards: Boards, epoch: int) -> float:
-    """Measure success on unseen seeds, and make a film of the first of them. Collective."""
+def roll_out(policy: DiffusionPolicy, index: Index, config: Config, folder: Path, boards: Boards, epoch: int) -> None:
+    """Measure success on unseen seeds, film the first of them, and keep the best model. Collective."""
     from . import drawing
     from .environments import UNSEEN, Learned, evaluate
 
     player, horizon, begun = Learned(policy, index.entries), config["experiment.rollout.horizon"], time.monotonic()
     episodes, size = config["experiment.rollout.n"], index.rendered_size
-    score = evaluate(index.env_id, player, episodes, horizon, picture_size=size)
-    log.info("Epoch %d rollouts: success %s, %.0f s", epoch, score, time.monotonic() - begun)
-    ddpkit.run_on_main(score.write, folder / "logs" / f"success_epoch_{epoch}.json")
-    if config["experiment.render_video"]:
-        video = folder / "videos" / f"epoch_{epoch}"
-        film = ddpkit.run_on_main(drawing.film, index.env_id, player, UNSEEN, horizon, video, size)
-        if film and film.suffix == ".gif":
-            boards.play({"rollout/film": film}, epoch)
-    return score.rate
+    saves = config["experiment.save.enabled"]
+    about = f"rollouts in {index.env_id} after epoch {epoch}"
+    if saves:
+        about += f", which is saved (go on with train.resume={folder})"
+    with user_error(about, UserError), keeping_random_state(policy.mean.device):
+        score = evaluate(index.env_id, player, episodes, horizon, picture_size=size)
+        log.info("Epoch %d rollouts: success %s, %.0f s", epoch, score, time.monotonic() - begun)
+        if config["experiment.render_video"]:
+            video = folder / "videos" / f"epoch_{epoch}"
+            film = ddpkit.run_on_main(drawing.film, index.env_id, player, UNSEEN, horizon, video, size)
+            if film and film.suffix == ".gif":
+                boards.play({"rollout/film": film}, epoch)
+    boards.add({"rollout/success_rate": score.rate}, epoch)
+    if saves:
+        ddpkit.run_on_main(checkpoints.keep_best, folder / "last.pth", folder, config, epoch, "success", score.rate)
+    ddpkit.run_on_main(score.write, checkpoints.score_path(folder, epoch))  # says that all is done
+
+
+@contextmanager
+def keeping_random_state(device: torch.device) -> Iterator[None]:
+    """Draw in a block what others do not notice: the checkpoint from which a run goes on was saved before."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])
 
 
 if __name__ == "__main__":

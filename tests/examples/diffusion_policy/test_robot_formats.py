@@ -336,6 +336,84 @@ def test_what_cannot_be_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
         open_format(str(tmp_path / "other.zarr"))
 
 
+def lengthen(path: Path, entry: str, rows: int) -> None:
+    """Give an array of a replay buffer more rows, or fewer."""
+    array = zarr.open_group(str(path), mode="a")[entry]
+    array.resize((rows, *array.shape[1:]))
+
+
+@pytest.mark.parametrize(
+    ("ends", "rows", "said"),
+    [
+        ([6, 10, 17], {}, "episode 2 is broken: episode_ends says 17, state has 15 rows"),
+        ([6, 10, 12], {}, "episode 2 is broken: episode_ends says 12, state has 15 rows"),
+        ([6, 20, 25], {}, "episode 1 is broken: episode_ends says 20, state has 15 rows"),
+        ([6, 10, 15], {"goal": 9}, "episode 1 is broken: episode_ends says 10, goal has 9 rows"),
+        ([6, 10, 15], {"action": 16}, "episode 2 is broken: episode_ends says 15, action has 16 rows"),
+        ([6, 10, 15], {"img": 14}, "episode 2 is broken: episode_ends says 15, img has 14 rows"),
+        ([6, 6, 15], {}, "episode 1 is broken: .* as many steps of each, and at least one: 0 of state, 0 of goal"),
+        ([10, 6, 15], {}, "buffer.zarr: meta/episode_ends must ascend, but 6 comes after 10"),
+    ],
+)
+def test_a_replay_buffer_whose_ends_are_not_those_of_its_rows_is_refused(
+    ends: list[int], rows: dict[str, int], said: str, tmp_path: Path
+) -> None:
+    written = write_replay_buffer(tmp_path, make_episodes())
+    path = tmp_path / "buffer.zarr"
+    zarr.open_group(str(path), mode="a")["meta/episode_ends"][:] = ends
+    for entry, count in rows.items():
+        lengthen(path, f"data/{entry}", count)
+    with pytest.raises(UserError, match=said):
+        scan(read_config(arguments(written)))
+    if "is broken" in said and ends[1] > ends[0]:
+        index = scan(read_config(arguments(written, "train.on_broken_shard=skip")))
+        assert {episode.name for episode in index.folders[0]} < {"0", "1", "2"}
+
+
+def test_an_episode_whose_entries_differ_in_length_is_named(tmp_path: Path) -> None:
+    for damage, said in {
+        "counted": "num_samples says 5, robot0_eef_pos has 4 rows",
+        "longer": ".* 4 of object, 4 of actions, 5 of agentview_image",
+    }.items():
+        (tmp_path / damage).mkdir()
+        written = write_robomimic(tmp_path / damage, make_episodes())
+        with h5py.File(written["path"], "a") as file:
+            demo = file["data/demo_1"]
+            demo.attrs["num_samples"] = 5
+            if damage == "longer":
+                frames = demo["obs/agentview_image"][:]
+                del demo["obs/agentview_image"], demo.attrs["num_samples"]
+                demo["obs/agentview_image"] = np.concatenate([frames, frames[-1:]])
+        with pytest.raises(UserError, match=f"demo_1 is broken: {said}"):
+            scan(read_config(arguments(written)))
+
+
+def test_a_table_or_a_film_shorter_than_its_episode_is_named(tmp_path: Path) -> None:
+    episodes = make_episodes()
+    written = write_lerobot_2(tmp_path, episodes)
+    film = tmp_path / "lerobot" / "videos" / "chunk-001" / CAMERA / "episode_000002.mp4"
+    encode(film, episodes[2]["frames"][:3], 10)
+    with pytest.raises(UserError, match="episode 2 is broken: .*mp4 ends before 0.400 s"):
+        scan(read_config(arguments(written)))
+    (tmp_path / "lerobot").rename(tmp_path / "other")
+    meta = tmp_path / "other" / "meta" / "episodes.jsonl"
+    meta.write_text(meta.read_text().replace('"length": 5', '"length": 9'))
+    with pytest.raises(UserError, match="episode 2 is broken: meta says 9 steps, observation.state has 5 rows"):
+        scan(read_config(arguments(written | {"path": str(tmp_path / "other")})))
+
+
+def test_an_episode_without_actions_is_left_out_if_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    written = write_robomimic(tmp_path, make_episodes())
+    with h5py.File(written["path"], "a") as file:
+        del file["data/demo_2/actions"]
+        del file["data/demo_0/obs"]
+    with pytest.raises(UserError, match="demo_0, has no agentview_image, .*if others have it, set .*shard=skip"):
+        scan(read_config(arguments(written)))
+    index = scan(read_config(arguments(written, "train.on_broken_shard=skip")))
+    assert [episode.name for episode in index.folders[0]] == ["demo_1"]
+    assert f"skipped: {written['path']}, episode demo_2, has no actions; it has" in caplog.text
+
+
 def test_settings_with_cameras_survive_their_file(tmp_path: Path) -> None:
     config = read_config(["observation.modalities.obs.rgb=[a.b, c]"])
     (tmp_path / "config.json").write_text(json.dumps(nested(config)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from robot.config import read_config
 from robot.networks import ResNet, SpatialSoftmax
 from robot.policy import EMA, DiffusionPolicy, add_noise, ddim, squaredcos_cap_v2
 from robot.samples import Samples, Statistics, crop, scan, write_shard
-from robot.train import load_encoders, lr_factor, wrap
+from robot.train import keeping_random_state, load_encoders, lr_factor, wrap
 from shared.program import UserError
 from torch import nn
 
@@ -217,6 +218,16 @@ def test_a_learning_rate_warms_up_and_then_falls_from_its_whole() -> None:
     assert factors[5:] == pytest.approx([(1 + math.cos(math.pi * step / 35)) / 2 for step in range(36)])
 
 
+def test_rollouts_draw_what_training_does_not_notice() -> None:
+    drawn = []
+    for plays in (False, True):
+        ddpkit.seed_everything(0)
+        with keeping_random_state(torch.device("cpu")):
+            _ = (random.random(), np.random.rand(), torch.rand(1)) if plays else ()
+        drawn.append((random.random(), np.random.rand(), torch.rand(1).item()))
+    assert drawn[0] == drawn[1]
+
+
 def test_actions_of_any_range_are_learned_from_minus_one_to_one() -> None:
     low, high = np.array([0.0, -3.0, 5.0, 200.0]), np.array([512.0, 3.0, 5.0, 200.5])
     wide = DiffusionPolicy(read_config(SMALL), Statistics(np.zeros(5), np.ones(5), low, high))
@@ -249,9 +260,12 @@ def test_a_network_of_the_users_takes_the_u_nets_place() -> None:
     assert type(policy.network) is Recurrent and policy.network.gru.hidden_size == 12
     batch = make_batch()
     assert policy(batch).shape == (6,) and policy.act(batch, batch["noise"]).shape == (6, 8, 4)
-    for wrong in ("nowhere:Recurrent", f"{__name__}:Nothing", "nowhere", ":"):
+    for wrong in ("nowhere:Recurrent", f"{__name__}:Nothing", ":"):
         with pytest.raises(UserError, match=f"algo.network.class: cannot import {wrong}: "):
             make_policy(f"algo.network.class={wrong}")
+    pair = make_policy("algo.network.class=somebodys.nets:Pair")
+    with pytest.raises(UserError, match=r"must return a tensor .*, here \(6, 16, 4\), but it returned a tuple"):
+        pair(batch)
     with pytest.raises(UserError, match="unexpected keyword argument 'depth'"):
         make_policy(f"algo.network.class={__name__}:Recurrent", 'algo.network.kwargs={"depth": 2}')
     with pytest.raises(UserError, match="algo.unet: num_channels .*must be divisible by num_groups"):
@@ -505,7 +519,10 @@ def test_missing_or_unfitting_demonstrations_are_said(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     other = {"observations": np.zeros((2, 5)), "actions": np.zeros((2, 4))}
     write_shard(tmp_path / "b" / "episodes-0.npz", "FetchReach-v4", [other])
-    with pytest.raises(UserError, match="do not fit together"):
+    differ = rf"in numbers of an observation: 3 in 1, as in {folder}, episode .*0.npz/0; 5 in 1, as in {tmp_path}/b, "
+    with pytest.raises(
+        UserError, match=f"do not fit together: episodes differ {differ}.* Leave some out of train.data_path"
+    ):
         scan(settings_for([str(folder), str(tmp_path / "b")]))
     wanted = "observation.modalities.obs.low_dim=[robot0_eef_pos]"
     with pytest.raises(UserError, match="has no robot0_eef_pos; it has observations, actions: choose in"):

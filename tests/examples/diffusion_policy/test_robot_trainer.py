@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from robot import checkpoints, collect, drawing, rollout, train
 from robot.config import read_config
 from robot.environments import EXPERTS, UNSEEN, Arena, Expert, Learned, Random, evaluate
 from robot.policy import EMA, DiffusionPolicy
-from robot.samples import Entries, Statistics, read_episode, scan, write_shard
+from robot.samples import Entries, Index, Statistics, read_episode, scan, write_shard
 from shared.program import UserError, one_message
 from shared.settings import nested
 from signals import signalled
@@ -170,10 +171,9 @@ def test_the_best_models_are_kept_by_success_and_by_validation(tmp_path: Path) -
     losses, successes = [0.5, 0.2, 0.3, 0.4, 0.1], [0.25, None, 0.75, 0.75, 0.5]
     for epoch, (loss, success) in enumerate(zip(losses, successes, strict=True), 1):
         (tmp_path / "checkpoint").write_text(str(epoch))
-        news = {"validation/loss": loss}
+        checkpoints.publish(tmp_path / "checkpoint", tmp_path, config, epoch, {"validation/loss": loss})
         if success is not None:
-            news["rollout/success_rate"] = success
-        checkpoints.publish(tmp_path / "checkpoint", tmp_path, config, epoch, news)
+            checkpoints.keep_best(tmp_path / "checkpoint", tmp_path, config, epoch, "success", success)
     found = {path.name: path.read_text() for path in (tmp_path / "models").iterdir()}
     assert found == {
         "model_epoch_4.pth": "4",
@@ -376,7 +376,9 @@ def train_again_and_again(cases: list[list[str]]) -> None:
                 print(f"exit status {end.code}", flush=True)
 
 
-def test_what_cannot_be_done_is_said_once_and_ends_every_rank(demonstrations: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_done_is_said_once_and_ends_every_rank(
+    demonstrations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken, run_folder = tmp_path / "broken", tmp_path / "a_run"
     shutil.copytree(demonstrations, broken)
     (broken / "episodes-00003.npz").write_bytes(b"PK")
@@ -402,7 +404,8 @@ def test_what_cannot_be_done_is_said_once_and_ends_every_rank(demonstrations: Pa
         f"train.data_path={broken}": f"{broken}: episode episodes-00003.npz/0 is broken: .*on_broken_shard=skip",
         f"train.resume={tmp_path}/nothing": f"{tmp_path}/nothing is not the folder of a run",
         f"train.resume={tmp_path}/empty_run": f"no checkpoint in {tmp_path}/empty_run",
-        f"train.resume={run_folder} algo.unet.down_dims=[16,16]": "does not fit; nothing was loaded",
+        f"train.resume={run_folder} algo.unet.down_dims=[16,16]": "train.resume goes on with the network of its "
+        "run: leave out train.data_path, algo.*embed_dim, algo.unet.down_dims, algo.unet.n_groups, or .* does not fit",
         "train.strategy=dp": "train.strategy: strategy='dp' is for 1 process .*; this job has 2 processes",
         "observation.modalities.obs.low_dim=[a]": f"{demonstrations}, episode .* has no a; it has observations",
         "experiment.env=CartPole-v1": "CartPole-v1 does not fit.* 4 numbers.* 13 ",
@@ -411,8 +414,15 @@ def test_what_cannot_be_done_is_said_once_and_ends_every_rank(demonstrations: Pa
         f"train.output_dir={tmp_path}/other {LR}=1e30": "loss or weights .* since iteration ., first on rank 0",
         f"train.output_dir={tmp_path}/shape algo.network.class=somebodys.nets:Noise "
         'algo.network.kwargs={"one":true}': r"algo.network.class: .*, here \(8, 16, 4\), but it returned \(8, 16, 1\)",
-        f"train.data_path={elsewhere}": r"Nowhere-v4 cannot be simulated here .NameNotFound.*: set experiment.env to",
+        f"train.output_dir={tmp_path}/spare algo.network.class=somebodys.nets:Spare": "the loss does not depend on "
+        "network.spare.weight, network.spare.bias: on several ranks, use them",
+        f"train.data_path={tmp_path}/line train.output_dir={tmp_path}/late experiment.env=somebodys.worlds:Late "
+        "observation.modalities.obs.low_dim=[place] experiment.rollout.n=2 experiment.rollout.horizon=4 "
+        "train.num_epochs=1": f"rollouts in somebodys.worlds:Late after epoch 1, which is saved .go on with "
+        f"train.resume={tmp_path}/late/.*: somebodys.worlds:Late fails in step.*RuntimeError: the motor is hot",
+        f"train.data_path={elsewhere}": r"Nowhere-v4 cannot be made: NameNotFound.*: set experiment.env to",
     }
+    line_index(tmp_path / "line")
     arguments = [settings(demonstrations, tmp_path / "runs", *case.split()) for case in cases]
     port = free_port()
     ended = run(train_again_and_again, [platform_env(rank, 2, port) for rank in range(2)], arguments, timeout=600.0)
@@ -428,6 +438,18 @@ def test_what_cannot_be_done_is_said_once_and_ends_every_rank(demonstrations: Pa
     assert [*(tmp_path / "other").rglob("log.txt")] and not [*(tmp_path / "other").rglob("*.p*t*")]
     assert not (tmp_path / "runs").exists()  # no folder was made for a run that cannot begin
     assert (run_folder / "config.json").read_text() == "{}"
+
+    late = only_run(tmp_path / "late")  # its epoch was finished, but not its rollouts, which come when it goes on
+    assert torch.load(late / "last.pth")["state"]["epoch"] == 1 and not [*(late / "models").glob("*success*")]
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    saved = states(late)["policy"]
+    for expected in ([UNSEEN, UNSEEN + 1], []):
+        main([f"train.resume={late}", "experiment.env=somebodys.worlds:Array"])
+        (best,) = (late / "models").glob("model_epoch_1_success_*.pth")
+        score = late / "logs" / "success_epoch_1.json"
+        assert [*json.loads(score.read_text())["by_seed"]] == [str(seed) for seed in expected]
+        assert same(torch.load(best)["state"]["policy"], saved) and [*logged(late)["rollout/success_rate"]] == [1]
+        score.write_text('{"by_seed": {}}')  # which is there, so that nobody plays again
 
 
 def wrap_without_rank_1() -> None:
@@ -454,6 +476,50 @@ class Straight:
 
     def act(self, seen: dict[str, np.ndarray]) -> np.ndarray:
         return np.diff(seen["place"])
+
+
+def line_index(folder: Path, **changes: Any) -> Index:
+    """The index of demonstrations of `somebodys.worlds.Line`."""
+    goals = np.linspace(-2, 2, 8)
+    episodes = [{"place": np.array([[0, goal], [goal, goal]]), "actions": np.array([[goal], [0]])} for goal in goals]
+    folder.mkdir()
+    write_shard(folder / "episodes-0.npz", "", episodes)
+    index = scan(read_config([f"train.data_path={folder}", "observation.modalities.obs.low_dim=[place]"]))
+    return replace(index, **changes)
+
+
+def test_an_environment_is_tried_before_training_and_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = line_index(tmp_path / "line")
+    at_line = r" .*worlds.py, line \d+\)"
+    cases = {
+        "Silent": "the info of .* must say in 'success' or 'is_success', .*; it holds 'distance': ",
+        "NotFinite": r"NotFinite: place must be finite; the environment shows \[ ?0. nan\]",
+        "Longer": "Longer does not fit: it shows 3 numbers and takes 1; the demonstrations show 2 and take 1: ",
+        "Renamed": "Renamed does not show place, but spot",
+        "Raising": f"Raising fails in step.*: ZeroDivisionError: nowhere to go{at_line}",
+        "Unmade": f"Unmade cannot be made: ValueError: no table{at_line}: set experiment.env",
+    }
+    for name, said in cases.items():
+        with pytest.raises(UserError, match=said) as caught:
+            train.try_environment(replace(index, env_id=f"somebodys.worlds:{name}"))
+        assert "\n" not in str(caught.value) and "pip install" not in str(caught.value)
+    for name in ("Line", "Array"):  # its array is the only entry
+        train.try_environment(replace(index, env_id=f"somebodys.worlds:{name}"))
+    two = replace(index, entries=Entries(("place", "speed"), (), ("actions",)), env_id="somebodys.worlds:Array")
+    with pytest.raises(UserError, match="does not show place, speed, but observations .one array is called .* a dict"):
+        train.try_environment(two)
+    with pytest.raises(UserError, match="place must be finite"):
+        player = Learned(DiffusionPolicy(read_config(TINY), index.statistics), index.entries)
+        Arena("somebodys.worlds:NotFinite", 12).play(player, [0])
+    with pytest.raises(UserError, match="the info of somebodys.worlds:Silent must say"):
+        Arena("somebodys.worlds:Silent", 1).play(Straight(), [0])
+    monkeypatch.setitem(sys.modules, "robot.environments", None)
+    with pytest.raises(
+        UserError, match="needs a package that is not installed .*pip install -e '.\\[examples-robot\\]'"
+    ):
+        train.try_environment(two)
 
 
 def test_an_environment_of_the_users_is_played_in(
