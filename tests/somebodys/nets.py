@@ -118,7 +118,7 @@ class Noise(nn.Module):
         return self.find(torch.cat([actions, seen[:, None].expand(-1, actions.shape[1], -1)], dim=2))
 
 
-class Pair(Noise):
+class NoiseAndStep(Noise):
     """Finds noise, and returns it with something else."""
 
     def forward(self, actions: Tensor, step: Tensor, observations: Tensor) -> tuple[Tensor, Tensor]:

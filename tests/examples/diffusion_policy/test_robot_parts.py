@@ -263,7 +263,7 @@ def test_a_network_of_the_users_takes_the_u_nets_place() -> None:
     for wrong in ("nowhere:Recurrent", f"{__name__}:Nothing", ":"):
         with pytest.raises(UserError, match=f"algo.network.class: cannot import {wrong}: "):
             make_policy(f"algo.network.class={wrong}")
-    pair = make_policy("algo.network.class=somebodys.nets:Pair")
+    pair = make_policy("algo.network.class=somebodys.nets:NoiseAndStep")
     with pytest.raises(UserError, match=r"must return a tensor .*, here \(6, 16, 4\), but it returned a tuple"):
         pair(batch)
     with pytest.raises(UserError, match="unexpected keyword argument 'depth'"):
