@@ -30,6 +30,7 @@ from .folder import (
 from .loading import load_file, load_first
 from .saving import (
     Collected,
+    Memory,
     check_equal,
     collect,
     merge_problems,
@@ -91,6 +92,7 @@ class Checkpointer:
         self.keep_best = as_integer(keep_best, "keep_best", least=0)
         self._lock: FolderLock | None = None
         self._writing: Writing | None = None  # until its error was raised on all ranks
+        self._memory: Memory = {}  # of the last copy
         self._is_shared = False  # other ranks than rank 0 write something, too
         if "torch.distributed.tensor" in sys.modules:
             sharding()  # not first at a save in a hurry
@@ -302,7 +304,7 @@ class Checkpointer:
             if sharded is None:
                 return
         pieces = [] if sharded is None else sharded.pieces
-        get_saved = snapshot((content, pieces), is_copied=not wait)
+        get_saved = snapshot((content, pieces), None if wait else self._memory)
 
         def write_it(check: Callable[[], None]) -> None:  # while it lasts it keeps `self`, and so the lock
             write(path, get_saved(), sharded, (self.keep, self.keep_best), check)

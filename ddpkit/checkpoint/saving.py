@@ -248,26 +248,35 @@ def _broadcast_buffers(model: Any) -> Iterator[str]:
 
 # A copy of what is saved, which a thread can write while the training changes the original.
 
+Memory = dict[
+    tuple[Any, ...], list[Tensor]
+]  # tensors on the CPU, by dtype, shape, stride and whether it is for a GPU's
+
 
 @torch.inference_mode(False)
-def snapshot(content: Any, is_copied: bool) -> Callable[[], Any]:
+def snapshot(content: Any, memory: Memory | None) -> Callable[[], Any]:
     """Return a function that gives a content to a thread, when the GPUs have computed it.
 
     Args:
         content: What is saved.
-        is_copied: Whether to give a copy on the CPU, so that the content may be changed at once.
+        memory: To give a copy on the CPU, so that the content may be changed at once: what the last such copy was in,
+            which nobody reads any more. It is filled with what this one is in.
     """
+    is_copied = memory is not None
+    free = dict(memory or {})  # new memory costs twice the time of the copy: the system clears it, page by page
+    if memory is not None:
+        memory.clear()
     copies: dict[int, Any] = {}  # of tensors, by id
     by_place: dict[Any, Tensor] = {}  # the same elements have one
     devices = set()
     for _, tensor in tensors_of("", content):
         if tensor.is_cuda:
             devices.add(tensor.device)
-        if not is_copied or not is_ordinary(tensor) or tensor.is_meta:
+        if memory is None or not is_ordinary(tensor) or tensor.is_meta:
             continue
         place = place_of(tensor)
         if place not in by_place:
-            by_place[place] = _copy_to_cpu(tensor)
+            by_place[place] = _copy_to_cpu(tensor, free, memory)
         copies[id(tensor)] = by_place[place]
     given = copy.deepcopy(content, copies) if is_copied else content
     # of this thread's streams; and what is asked of a device later, such as the next step, is done after the copies
@@ -281,14 +290,17 @@ def snapshot(content: Any, is_copied: bool) -> Callable[[], Any]:
     return get
 
 
-def _copy_to_cpu(tensor: Tensor) -> Tensor:
-    """Copy a tensor to the CPU; from a GPU to pinned memory, without waiting."""
+def _copy_to_cpu(tensor: Tensor, free: Memory, used: Memory) -> Tensor:
+    """Copy a tensor to the CPU, into memory that is free if it fits; from a GPU to pinned memory, without waiting."""
     plain = tensor.detach()
-    new = torch.empty_like(plain, device="cpu", pin_memory=tensor.is_cuda)
-    new.copy_(plain, non_blocking=tensor.is_cuda)
+    kind = (plain.dtype, plain.shape, plain.stride(), plain.is_cuda)
+    fitting = free.get(kind)
+    new = fitting.pop() if fitting else torch.empty_like(plain, device="cpu", pin_memory=plain.is_cuda)
+    used.setdefault(kind, []).append(new)
+    new.copy_(plain, non_blocking=plain.is_cuda)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(new, tensor.requires_grad)
-    return new.requires_grad_(tensor.requires_grad)
+    return new.detach().requires_grad_(tensor.requires_grad)
 
 
 # The writing, in a thread of its own.

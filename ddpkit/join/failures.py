@@ -35,7 +35,7 @@ out_of_date: list[Callable[[str], bool]] = []  # say if the job of a membership 
 GRACE = 5.0  # seconds that a main thread has, where nobody asks for more
 
 PACKAGE = os.path.dirname(os.path.dirname(__file__))
-LIBRARIES = (PACKAGE + os.sep, os.path.dirname(torch.__file__) + os.sep, contextlib.__file__)
+LIBRARIES = (PACKAGE + os.sep, os.path.dirname(torch.__file__) + os.sep, contextlib.__file__, threading.__file__)
 IN_MODELS = {  # where collectives begin in C++, without a function of torch.distributed
     os.path.join("torch", "nn", "parallel", "distributed.py"): "DDP's forward",
     os.path.join("torch", "autograd", "graph.py"): "backward",
@@ -215,9 +215,7 @@ class Failures:
 
 
 def _in_call() -> str:
-    """Say in which call of the script the main thread is, as in " in barrier() at train.py:31"; "" if it is unknown."""
-    if threading.current_thread() is not threading.main_thread():
-        return ""
+    """Say in which call of the script this thread is, as in " in barrier() at train.py:31"; "" if it is in none."""
     call = place = ""
     for frame in [*traceback.extract_stack(), *traceback.extract_tb(sys.exc_info()[2])]:
         if not frame.filename.startswith(LIBRARIES):
