@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -16,11 +17,20 @@ _LONGEST = timedelta(days=10_000)  # torch counts nanoseconds in 64 bits
 def check_timeout(timeout: object) -> None:
     """Refuse anything but a positive time-out: a number does not say its unit."""
     if not isinstance(timeout, timedelta):
-        raise TypeError(f"timeout must be a datetime.timedelta, such as timedelta(seconds=30), got {timeout!r}.")
+        seconds = timeout if type(timeout) in (int, float) else 30
+        raise TypeError(f"timeout must be a datetime.timedelta, such as timedelta(seconds={seconds}), got {timeout!r}.")
     if timeout <= timedelta(0):
         raise ValueError(f"timeout must be positive, got {timeout}.")
     if timeout > _LONGEST:
         raise ValueError(f"timeout must be at most {_LONGEST.days} days, got {timeout}.")
+
+
+def no_option(call: str, name: str, known: Iterable[str]) -> str:
+    """Write that a function has no such keyword, and which one may have been meant."""
+    from difflib import get_close_matches  # only where it is needed: it takes memory
+
+    near = get_close_matches(name, known, 1)
+    return f"{call} has no option {name}: did you mean {near[0]}?" if near else f"{call} has no option {name}."
 
 
 def plain_index(value: Any) -> Any:

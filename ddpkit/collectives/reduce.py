@@ -36,10 +36,12 @@ _WEIGHTS = (1e-20, 1e20)  # times usual numbers they fit a float32
 _CPU = torch.device("cpu")
 
 
-def reduce_tree(value: Any, op: str, weight: Any, check: bool, peers: Peers | None = None) -> Any:
-    """Do what `all_reduce_mean` and `all_reduce` promise. Collective."""
+def reduce_tree(
+    value: Any, op: str, weight: Any, check: bool, peers: Peers | None = None, call: str | None = None
+) -> Any:
+    """Do what `all_reduce_mean` and `all_reduce` promise; errors name the `call` of the script. Collective."""
     world_size = joined_world_size(peers)
-    call = _name_call(op, weight is not None)
+    call = call or _name_call(op, weight is not None)
     with raise_everywhere(call, peers):
         if op not in OPS:
             raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Sampler, get_worker_info
 
-from ..arguments import as_integer
+from ..arguments import as_integer, no_option
 from ..errors import DdpkitError, describe_error
 from ..job import current_job
 from ..torch_internals import is_from_worker
@@ -474,9 +475,12 @@ def _seed_worker_and_unpack(indices: list[int], seed: int, epoch: int, rank: int
 
 
 def check_options(call: str, options: dict[str, Any]) -> None:
-    """Refuse options of torch's DataLoader that are not the caller's to choose."""
+    """Refuse options that torch's DataLoader does not have, or that are not the caller's to choose."""
     for name in _DECIDED.keys() & options.keys():
         raise TypeError(f"{call} takes no {name}: {_DECIDED[name]}.")
+    known = inspect.signature(DataLoader.__init__).parameters
+    for name in options.keys() - known.keys():
+        raise TypeError(no_option(call, name, known))
 
 
 def _check_sampler(sampler: Sampler[int], place: Place, batch_size: int) -> None:

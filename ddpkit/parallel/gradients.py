@@ -140,7 +140,7 @@ def global_mean(loss_sum: Any, count: Any) -> Any:
             count = count.item()  # a sum of float16 would overflow
         if not 0 <= count < math.inf:
             raise ValueError(f"global_mean() needs a count of at least 0, got {count}.")
-    total = reduce_tree(count, "sum", None, check=True, peers=peers)
+    total = reduce_tree(count, "sum", None, check=True, peers=peers, call="global_mean()")
     if not 0 < total < math.inf:
         found = f"the counts add up to {total}"
         raise ValueError(f"global_mean() needs at least one sample on some rank, but {found}.")

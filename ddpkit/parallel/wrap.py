@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from ..arguments import no_option
 from ..collectives.consistency import check_fingerprint, fingerprint_of, joined_world_size, raise_everywhere
 from ..errors import DdpkitError
 from ..job import current_job
@@ -166,8 +167,8 @@ def _check_options(options: dict[str, Any]) -> None:
     known = inspect.signature(DistributedDataParallel.__init__).parameters.keys() - _DECIDED
     for name in options.keys() - known:
         raise TypeError(
-            f"wrap_model() has no option {name}. Of torch {torch.__version__} it has those of DDP that it does not "
-            f"decide itself: {', '.join(sorted(known))}. set_data_parallel() says which ranks hold equal models."
+            f"{no_option('wrap_model()', name, known)} Of torch {torch.__version__} it has those of DDP that it does "
+            f"not decide itself: {', '.join(sorted(known))}. set_data_parallel() says which ranks hold equal models."
         )
 
 

@@ -968,6 +968,7 @@ def test_a_stream_without_shards_is_not_read_by_several_workers():
         (TypeError, {"generator": torch.Generator()}, "takes no generator: it seeds one of its own"),
         (TypeError, {"batch_sampler": [[1]]}, "takes no batch_sampler: it cuts the batches itself"),
         (TypeError, {"in_order": False}, "takes no in_order: batches out of order could be neither"),
+        (TypeError, {"num_worker": 2}, r"has no option num_worker: did you mean num_workers\?"),
     ],
 )
 def test_what_cannot_be_loaded_is_refused(error, arguments, message):
