@@ -43,7 +43,7 @@ class DdpkitError(RuntimeError):
         error = super().__new__(cls, *args)
         error._made = time.monotonic()
         if cls._page and sys.version_info >= (3, 11):  # a note, so that what logs and reports quote stays one line
-            error.add_note(f"Docs: {GUIDE}{cls._page}.html")
+            error.add_note(docs_line(cls._page))
         return error
 
     def __reduce__(self) -> tuple[Any, ...]:  # subclasses take keywords, so the default would not unpickle
@@ -274,12 +274,17 @@ def describe_error(error: BaseException, length: int = MESSAGE_LENGTH) -> str:
     return f"{type(error).__name__}: {message_of(error, length)}"
 
 
+def docs_line(page: str) -> str:
+    """Write the address of a page of the guide."""
+    return f"Docs: {GUIDE}{page}.html"
+
+
 def report_of(error: DdpkitError) -> str:
     """Write an error with its cause first: what happened, the page that explains it, and where in the script it was."""
     message, _, details = message_of(error, TRACE_LENGTH).partition("\n\n")
     lines = [f"{type(error).__name__}: {message}"]
     if error._page:
-        lines.append(f"Docs: {GUIDE}{error._page}.html")
+        lines.append(docs_line(error._page))
     if details:
         lines += ["", details.strip("\n")]
     stack = traceback.extract_tb(error.__traceback__)
@@ -293,10 +298,10 @@ def trace_of(error: BaseException) -> str:
     """Format the traceback, "" for an error that was never raised; shortened in the middle if it is long."""
     if error.__traceback__ is None:
         return ""
-    if isinstance(error, DdpkitError):
-        return printable(report_of(error))
     try:
         lines = traceback.format_exception(type(error), error, error.__traceback__)
+        if isinstance(error, DdpkitError):
+            lines = [report_of(error)]
     except BaseException:  # an exception may hold anything, and the formatter of a SyntaxError trusts its fields
         lines = traceback.format_tb(error.__traceback__)
         lines.append(f"{describe_error(error)}\n")

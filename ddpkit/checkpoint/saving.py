@@ -248,9 +248,7 @@ def _broadcast_buffers(model: Any) -> Iterator[str]:
 
 # A copy of what is saved, which a thread can write while the training changes the original.
 
-Memory = dict[
-    tuple[Any, ...], list[Tensor]
-]  # tensors on the CPU, by dtype, shape, stride and whether it is for a GPU's
+Memory = dict[tuple[Any, ...], list[Tensor]]  # on the CPU, by what fits: see `_copy_to_cpu`
 
 
 @torch.inference_mode(False)
@@ -262,9 +260,9 @@ def snapshot(content: Any, memory: Memory | None) -> Callable[[], Any]:
         memory: To give a copy on the CPU, so that the content may be changed at once: what the last such copy was in,
             which nobody reads any more. It is filled with what this one is in.
     """
-    is_copied = memory is not None
-    free = dict(memory or {})  # new memory costs twice the time of the copy: the system clears it, page by page
+    free: Memory = {}  # new memory costs twice the time of the copy: the system clears it, page by page
     if memory is not None:
+        free.update(memory)
         memory.clear()
     copies: dict[int, Any] = {}  # of tensors, by id
     by_place: dict[Any, Tensor] = {}  # the same elements have one
@@ -278,7 +276,7 @@ def snapshot(content: Any, memory: Memory | None) -> Callable[[], Any]:
         if place not in by_place:
             by_place[place] = _copy_to_cpu(tensor, free, memory)
         copies[id(tensor)] = by_place[place]
-    given = copy.deepcopy(content, copies) if is_copied else content
+    given = content if memory is None else copy.deepcopy(content, copies)
     # of this thread's streams; and what is asked of a device later, such as the next step, is done after the copies
     events = [torch.cuda.current_stream(device).record_event() for device in devices]
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..errors import BarrierTimeoutError, DdpkitError, MismatchError, PeerError, RankRejoins, message_of
 from ..torch_internals import current_group, other_groups_were_made
-from .failures import IN_MODELS, LIBRARIES, PACKAGE, Failure
+from .failures import PACKAGE, Failure, in_model, last_call
 from .store import call_with_timeout
 
 if TYPE_CHECKING:
@@ -145,18 +145,16 @@ def _called(error: BaseException) -> tuple[str, str, Any]:
         The call, "?" if it is none that is known, the line of the script before it, and its process group, None if
         that cannot be told.
     """
-    call, place, of_script = "?", "", ""
-    for frame in [*traceback.extract_stack(), *traceback.extract_tb(error.__traceback__)]:
-        if not frame.filename.startswith(LIBRARIES):
-            place, of_script = f"at {os.path.basename(frame.filename)}:{frame.lineno}: {frame.line}", ""
-        elif frame.filename == _CHECK:  # in which ranks are in different functions of torch's
-            return f"ddpkit's {of_script}", place, _group_of(error)
-        elif frame.filename.endswith(_COLLECTIVES):
+    script, called = last_call(error.__traceback__)
+    place = f"at {os.path.basename(script.filename)}:{script.lineno}: {script.line}" if script else ""
+    call = "?"
+    for frame in called:
+        if frame.filename == _CHECK:  # in which ranks are in different functions of torch's
+            call = "ddpkit's " + next(each.name for each in called if each.filename.startswith(PACKAGE))
+            break
+        if frame.filename.endswith(_COLLECTIVES):
             call = frame.name
-        of_script = of_script or (frame.name if frame.filename.startswith(PACKAGE) else "")
-        for file, name in IN_MODELS.items():
-            if frame.filename.endswith(file):
-                call = name
+        call = in_model(frame) or call
     return call, place, _group_of(error)
 
 

@@ -12,6 +12,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from traceback import FrameSummary
+from types import TracebackType
 from typing import Any, get_type_hints
 
 import torch
@@ -35,8 +37,8 @@ out_of_date: list[Callable[[str], bool]] = []  # say if the job of a membership 
 GRACE = 5.0  # seconds that a main thread has, where nobody asks for more
 
 PACKAGE = os.path.dirname(os.path.dirname(__file__))
-LIBRARIES = (PACKAGE + os.sep, os.path.dirname(torch.__file__) + os.sep, contextlib.__file__, threading.__file__)
-IN_MODELS = {  # where collectives begin in C++, without a function of torch.distributed
+_LIBRARIES = (PACKAGE + os.sep, os.path.dirname(torch.__file__) + os.sep, contextlib.__file__, threading.__file__)
+_IN_MODELS = {  # where collectives begin in C++, without a function of torch.distributed
     os.path.join("torch", "nn", "parallel", "distributed.py"): "DDP's forward",
     os.path.join("torch", "autograd", "graph.py"): "backward",
 }
@@ -214,15 +216,32 @@ class Failures:
         return PeerError(rank, self._hosts[rank], "left", words)
 
 
+def last_call(trace: TracebackType | None) -> tuple[FrameSummary | None, list[FrameSummary]]:
+    """Find the script's last line that this thread has come to, or that a traceback shows, and what it has called.
+
+    Returns:
+        The script's frame, None if there is none, and those of torch and ddpkit that follow.
+    """
+    script, called = None, []
+    for frame in [*traceback.extract_stack(), *traceback.extract_tb(trace)]:
+        if frame.filename.startswith(_LIBRARIES):
+            called.append(frame)
+        else:
+            script, called = frame, []
+    return script, called
+
+
+def in_model(frame: FrameSummary) -> str:
+    """Name what averages gradients or buffers in a frame of torch's, "" if nothing does."""
+    return next((name for file, name in _IN_MODELS.items() if frame.filename.endswith(file)), "")
+
+
 def _in_call() -> str:
     """Say in which call of the script this thread is, as in " in barrier() at train.py:31"; "" if it is in none."""
-    call = place = ""
-    for frame in [*traceback.extract_stack(), *traceback.extract_tb(sys.exc_info()[2])]:
-        if not frame.filename.startswith(LIBRARIES):
-            call, place = "", f" at {os.path.basename(frame.filename)}:{frame.lineno}"
-        elif not call and not frame.name.startswith("_"):
-            call = f" in {frame.name}()"
-        for file, name in IN_MODELS.items():
-            if frame.filename.endswith(file):
-                call = f" in {name}"
-    return call + place
+    script, called = last_call(sys.exc_info()[2])
+    if script is None:
+        return ""
+    names = [in_model(frame) for frame in reversed(called)]
+    names += [f"{frame.name}()" for frame in called if not frame.name.startswith("_")]
+    doing = next((f" in {name}" for name in names if name), "")
+    return f"{doing} at {os.path.basename(script.filename)}:{script.lineno}"

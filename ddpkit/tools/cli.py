@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any, NamedTuple, NoReturn
 
 from .. import __version__
-from ..errors import GUIDE
+from ..errors import docs_line
 
 
 class _Tool(NamedTuple):
@@ -97,7 +97,7 @@ def _parser(words: Sequence[str]) -> _Parser:
         tool = tools.add_parser(name, help=text, description=description, formatter_class=shape)
         if name == chosen:
             import_module(f".{name}", __package__).add_arguments(tool)
-        tool.epilog = f"Example: {example}\nDocs: {GUIDE}{page}.html"
+        tool.epilog = f"Example: {example}\n{docs_line(page)}"
     return parser
 
 

@@ -171,10 +171,7 @@ class Picture:
         self._until = None
         title = "A wait took too long. What the ranks are doing:"
         if self._is_suspected:
-            found = self._activities.values()
-            if not (
-                complete and all(each.is_in_collective for each in found) and len({each.call for each in found}) > 1
-            ):
+            if not (complete and self._is_deadlock()):
                 self._begun_at = -math.inf
                 return []
             title = (
@@ -182,6 +179,10 @@ class Picture:
                 "the time-out. Every rank must make the same calls in the same order:"
             )
         return [title, *fold(self._activities.values(), self._world_size)]
+
+    def _is_deadlock(self) -> bool:
+        found = self._activities.values()
+        return all(each.is_in_collective for each in found) and len({each.call for each in found}) > 1
 
 
 def fold(activities: Iterable[Activity], world_size: int, processes: Mapping[int, str] | None = None) -> list[str]:
