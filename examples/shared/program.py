@@ -91,11 +91,17 @@ def check_tensor(setting: str, found: object) -> None:
         )
 
 
-def check_shape(setting: str, found: torch.Tensor, expected: Sequence[int], names: str) -> None:
-    """Raise if a network of the user's returns another shape: a loss would broadcast it without a word."""
-    if tuple(found.shape) != tuple(expected):
+def without_gradient(model: torch.nn.Module) -> list[str]:
+    """Name the parameters that a step's backward has not reached, but should have: DDP would wait for them."""
+    return [name for name, weights in model.named_parameters() if weights.requires_grad and weights.grad is None]
+
+
+def check_shape(setting: str, found: object, expected: Sequence[int], names: str) -> None:
+    """Raise if a network of the user's returns no tensor or another shape, which a loss would broadcast silently."""
+    returned = tuple(found.shape) if isinstance(found, torch.Tensor) else f"a {type(found).__name__}"
+    if returned != tuple(expected):
         raise UserError(
-            f"{setting}: the network must return {names}, here {tuple(expected)}, but it returned {tuple(found.shape)}"
+            f"{setting}: the network must return {names}, here {tuple(expected)}, but it returned {returned}"
         )
 
 

@@ -12,7 +12,7 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from shared.program import UserError, check_shape, evaluating
+from shared.program import check_shape, evaluating
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
@@ -105,13 +105,7 @@ class DiffusionPolicy(nn.Module):
     def _run_network(self, noisy: torch.Tensor, step: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         with self._autocast(noisy.device):
             found = self.network(noisy, step, seen)
-        names = "(batch, time, numbers of an action)"
-        if not isinstance(found, torch.Tensor):
-            raise UserError(
-                f"algo.network.class: the network must return a tensor {names}, here {tuple(noisy.shape)}, but it "
-                f"returned a {type(found).__name__}"
-            )
-        check_shape("algo.network.class", found, noisy.shape, names)
+        check_shape("algo.network.class", found, noisy.shape, "a tensor (batch, time, numbers of an action)")
         return found.float()
 
     def _autocast(self, device: torch.device) -> torch.autocast:

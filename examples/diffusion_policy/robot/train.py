@@ -29,7 +29,16 @@ from typing import Any
 import numpy as np
 import torch
 from shared.boards import Boards
-from shared.program import NO_STEP, Parser, UserError, evaluating, one_message, stop_if_not_finite, user_error
+from shared.program import (
+    NO_STEP,
+    Parser,
+    UserError,
+    evaluating,
+    one_message,
+    stop_if_not_finite,
+    user_error,
+    without_gradient,
+)
 from shared.settings import nested
 from tqdm import trange
 
@@ -229,9 +238,8 @@ def wrap(policy: DiffusionPolicy, config: Config, world_size: int, gpus: int) ->
 
 
 def check_all_used(policy: DiffusionPolicy) -> None:
-    """Raise if the loss does not depend on some weights: DDP would wait for their gradients, and name numbers."""
-    unused = [name for name, weights in policy.named_parameters() if weights.requires_grad and weights.grad is None]
-    if unused:
+    """Raise if the loss does not depend on some weights, which DDP would only number."""
+    if unused := without_gradient(policy):
         raise UserError(
             f"the loss does not depend on {', '.join(unused)}: on several ranks, use them in the forward pass, delete "
             "them, or freeze them by requires_grad_(False)"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from shared.program import UserError, check_tensor
+from shared.program import UserError, check_tensor, without_gradient
 from torch import Tensor, nn
 
 from deblurring.networks import check_restored, make_class
@@ -115,9 +115,8 @@ def freeze(net: nn.Module, train: Mapping[str, Any], step: int) -> bool:
 
 
 def check_gradients(net: nn.Module) -> None:
-    """Raise if a parameter has no gradient after a step's backward: DDP would wait for it."""
-    idle = [name for name, parameter in net.named_parameters() if parameter.requires_grad and parameter.grad is None]
-    if idle:
+    """Raise if a parameter has no gradient after a step's backward."""
+    if idle := without_gradient(net):
         some = ", ".join(idle[:5]) + (", …" if len(idle) > 5 else "")
         raise UserError(
             f"{len(idle)} parameters of the network had no part in the loss, {some}: set find_unused_parameters=true, "
