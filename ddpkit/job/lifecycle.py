@@ -287,17 +287,22 @@ def _leave(at_exit: bool = False, lingers: bool = True) -> None:
         lingers: Whether the host of the store waits for those who still need it.
     """
     job = current_job.job
-    if job is not None:
-        for hook in current_job.on_leave:
-            hook()
-        job.undo_changes()
-    session = None if job is None else job.own_session()
-    if session is not None:
-        session.failures.settled = True  # nothing is raised in here
-    current_job.job = None
-    ranks.set_launch(None)
-    if job is None or session is None:
+    try:
+        if job is not None:
+            _leave_job(job, at_exit, lingers)
+    finally:  # not before: until then a thread that calls a collective is refused, or it would join the group again
+        current_job.job = None
+        ranks.set_launch(None)
+
+
+def _leave_job(job: Job, at_exit: bool, lingers: bool) -> None:
+    for hook in current_job.on_leave:
+        hook()
+    job.undo_changes()
+    session = job.own_session()
+    if session is None:
         return
+    session.failures.settled = True  # nothing is raised in here
     _put_hook_back(job)
     atexit.unregister(_at_exit)
     if job.finalizer:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import on_ranks
 from processes import free_port, platform_env, run
 
@@ -68,6 +71,37 @@ def test_a_second_thread_in_a_collective_is_an_error_on_all_ranks(
     for end in run(program, [platform_env(rank, world_size, port) for rank in range(world_size)], wait_for_first):
         assert end.code == 1, end
         assert REFUSED in end.output, end
+
+
+def average_while_the_main_thread_leaves(_: bool) -> None:
+    left = threading.Event()
+    destroy = dist.destroy_process_group
+
+    def destroy_slowly() -> None:
+        time.sleep(1.0)
+        destroy()
+
+    def go_on() -> None:
+        while not left.is_set():
+            with contextlib.suppress(ddpkit.DdpkitError):
+                ddpkit.all_reduce_mean(1.0)
+
+    dist.destroy_process_group = destroy_slowly
+    try:
+        with ddpkit.distributed() as context:
+            ddpkit.barrier()
+            if context.rank == 0:  # the host of the store, which would wait for others there
+                in_thread(go_on, "second")
+    finally:
+        left.set()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_thread_that_goes_on_while_its_job_ends_does_not_join_it_again(world_size: int) -> None:
+    port = free_port()
+    envs = [platform_env(rank, world_size, port) for rank in range(world_size)]
+    for end in run(average_while_the_main_thread_leaves, envs, False, timeout=60):
+        assert end.code in (0, 1), end  # 1 where the thread was refused before the block's end
 
 
 def work_in_one_thread_after_another() -> list[float]:
