@@ -8,15 +8,18 @@ from __future__ import annotations
 import itertools
 import math
 import numbers
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..job.job import Peers
 from .consistency import (
     PAYLOAD,
+    Numbers,
     add_up,
     communication_device,
     fingerprint_of,
@@ -65,39 +68,53 @@ def reduce_tree(
 class _Group(NamedTuple):
     """The leaves of one dtype on one kind of device, packed into one buffer; without dtype, Python numbers."""
 
+    device: str
     dtype: torch.dtype | None
     members: list[int]  # indices of leaves
+    shapes: list[tuple[int, ...]]
     sizes: list[int]
+    scalar: bool  # whether all are of shape ()
 
     def count_slots(self, op: str) -> int:
         """Count the numbers of its buffer if that travels in the block."""
         return sum(self.sizes) * _SLOTS.get((op, self.dtype), 1)
+
+    def take(self, leaves: list[Any]) -> list[Any]:
+        """Return its members among all leaves."""
+        return [leaves[i] for i in self.members]
 
 
 class _Plan(NamedTuple):
     """How values of one structure are packed, on every rank."""
 
     fingerprint: str  # "" if it is not checked
-    inline: list[_Group]  # travel in the block
+    inline: list[list[_Group]]  # travel in the block: Python numbers, and what is on one kind of device
     separate: list[_Group]
 
 
 @lru_cache(maxsize=256)
 def _make_plan(call: str, op: str, is_checked: bool, paths: tuple[str, ...], parts: tuple[Any, ...]) -> _Plan:
     """Gather the leaves of each dtype and kind of device into groups, small ones first."""
-    made: dict[tuple[str, torch.dtype | None], _Group] = {}
+    found: dict[Any, list[int]] = {}
     leaves = [part for part in parts if isinstance(part, Leaf)]
     for i, leaf in enumerate(leaves):
-        group = made.setdefault((leaf.device, leaf.dtype), _Group(leaf.dtype, [], []))
-        group.members.append(i)
-        group.sizes.append(math.prod(leaf.shape))
+        found.setdefault((leaf.device, leaf.dtype), []).append(i)
+    groups = [_gather(leaves, members) for members in found.values()]
     if not is_checked and leaves == list(parts) and leaves[0].dtype is not None:  # one tensor
-        return _Plan("", [], list(made.values()))
-    groups = sorted(made.values(), key=lambda group: group.count_slots(op))
+        return _Plan("", [], groups)
+    groups.sort(key=lambda group: group.count_slots(op))
     ends = itertools.accumulate(group.count_slots(op) for group in groups)
-    inline = 0 if op in _EXTREMES else sum(end < PAYLOAD for end in ends)
+    count = 0 if op in _EXTREMES else sum(end < PAYLOAD for end in ends)
     fingerprint = fingerprint_of(call, dict(zip(paths, map(str, parts), strict=True)))
-    return _Plan(fingerprint, groups[:inline], groups[inline:])
+    batches: dict[Any, list[_Group]] = {}
+    for group in groups[:count]:
+        batches.setdefault((group.device, group.dtype is None), []).append(group)
+    return _Plan(fingerprint, list(batches.values()), groups[count:])
+
+
+def _gather(leaves: list[Leaf], members: list[int]) -> _Group:
+    first, shapes = leaves[members[0]], [leaves[i].shape for i in members]
+    return _Group(first.device, first.dtype, members, shapes, list(map(math.prod, shapes)), not any(shapes))
 
 
 def _reduce_alone(leaf: Any, op: str) -> Any:
@@ -121,23 +138,21 @@ def _reduce(
     elif op == "mean":
         factor, divisor = normalise(world_size)
     results: dict[int, Any] = {}
+    packed = [_pack_inline(leaves, batch, op, factor) for batch in plan.inline]
     if plan.fingerprint:
-        packed = [weight or 0.0]
-        for group in plan.inline:
-            packed += _pack_inline([leaves[i] for i in group.members], group, op, factor)
-        total, *sums = add_up(plan.fingerprint, packed, peers).tolist()
-        divisor = divisor if weight is None else total
+        sums = add_up(plan.fingerprint, np.concatenate([[weight or 0.0], *packed]), peers)
+        divisor = divisor if weight is None else float(sums[0])
     if not divisor:
         raise _no_weight()
-    for group in plan.inline:
-        count = group.count_slots(op)
-        own = [leaves[i] for i in group.members]
-        results.update(zip(group.members, _unpack_inline(sums[:count], own, group, op, divisor), strict=True))
-        sums = sums[count:]
+    start = 1
+    for batch, given in zip(plan.inline, packed, strict=True):
+        end = start + len(given)
+        results.update(_unpack_inline(sums[start:end], leaves, batch, op, divisor))
+        start = end
     for group in plan.separate:
-        own = [leaves[i] for i in group.members]
+        own = group.take(leaves)
         home = _CPU if group.dtype is None else own[0].device
-        buffer = _scale(_pack(own, group.dtype, op).to(communication_device(home, peers)), factor)
+        buffer = _scale(_pack(own, group, op).to(communication_device(home, peers)), factor)
         reduce_in_place(buffer, op in _EXTREMES, peers)
         results.update(zip(group.members, _unpack(buffer, own, group, op, divisor), strict=True))
     return [results[i] for i in range(len(leaves))]
@@ -146,36 +161,62 @@ def _reduce(
 # Buffers. For minima and maxima elements become keys, int64 in their order, of which ranks take the greatest.
 
 
-def _pack_inline(own: list[Any], group: _Group, op: str, factor: float) -> list[float]:
-    """Pack leaves into floats, multiplied by a factor."""
-    if group.dtype is not None:
-        packed: list[float] = _scale(_join(own).cpu().to(torch.float64), factor).tolist()
-        return packed
-    if not factor:
-        return [-0.0] * len(own)
-    return [number * factor for number in _pack_numbers(own, op)]
+def _pack_inline(leaves: list[Any], batch: list[_Group], op: str, factor: float) -> Numbers:
+    """Pack leaves into floats, multiplied by a factor; they leave their device in one copy."""
+    if batch[0].dtype is None:
+        packed: Numbers = np.array(_pack_numbers(batch[0].take(leaves), op), np.float64)
+    else:
+        parts = [_join(group.take(leaves), group).to(torch.float64) for group in batch]
+        packed = (parts[0] if len(parts) == 1 else concatenate(parts)).cpu().numpy()
+    with np.errstate(over="ignore", invalid="ignore"):
+        return packed * factor if factor else np.full_like(packed, -0.0)  # as in `_scale`
 
 
-def _unpack_inline(sums: list[float], own: list[Any], group: _Group, op: str, divisor: float) -> list[Any]:
-    if group.dtype is None:
-        return _unpack_numbers([number / divisor for number in sums], op)
-    return _unpack(torch.tensor(sums, dtype=torch.float64, device=_CPU), own, group, op, divisor)
+def _unpack_inline(
+    sums: Numbers, leaves: list[Any], batch: list[_Group], op: str, divisor: float
+) -> Iterator[tuple[int, Any]]:
+    """Yield the results of a batch, each with the index of its leaf."""
+    first = batch[0]
+    with np.errstate(over="ignore", invalid="ignore"):
+        sums = sums / divisor
+    if first.dtype is None:
+        yield from zip(first.members, _unpack_numbers(sums.tolist(), op), strict=True)
+        return
+    buffer = torch.from_numpy(sums).to(leaves[first.members[0]].device)
+    for group, flat in zip(batch, buffer.split_with_sizes([sum(group.sizes) for group in batch]), strict=True):
+        yield from zip(group.members, _split(_unpack_elements(flat, group, op), group.take(leaves), group), strict=True)
 
 
-def _join(own: list[Any]) -> Tensor:
+def _join(own: list[Any], group: _Group) -> Tensor:
     """Join leaves of a dtype in a new tensor."""
     first = own[0].device
     if first.type != "cpu":  # of which there may be several
         own = [leaf.to(first) for leaf in own]
+    if group.scalar:
+        return torch.stack(own, out=torch.empty(len(own), dtype=group.dtype, device=first))  # as in `concatenate`
     return concatenate([leaf.reshape(-1) for leaf in own])
 
 
-def _pack(own: list[Any], dtype: torch.dtype | None, op: str) -> Tensor:
+def _split(flat: Tensor, own: list[Any], group: _Group) -> list[Tensor]:
+    """Split what was joined, in the shapes and on the devices of its leaves."""
+    if group.scalar:
+        results = list(flat.unbind())
+    else:
+        results = [
+            part.view(shape) for part, shape in zip(flat.split_with_sizes(group.sizes), group.shapes, strict=True)
+        ]
+    if group.device != "cpu":  # of which there may be several
+        results = [result.to(leaf.device) for result, leaf in zip(results, own, strict=True)]
+    return results
+
+
+def _pack(own: list[Any], group: _Group, op: str) -> Tensor:
     """Pack leaves of a dtype into a new buffer: to be added, ints in float64 or int64, half in float32."""
+    dtype = group.dtype
     if dtype is None:
         kind = torch.int64 if op in _EXTREMES else torch.float64
         return torch.tensor(_pack_numbers(own, op), dtype=kind, device=_CPU)
-    flat = _join(own)
+    flat = _join(own, group)
     if op in _EXTREMES:
         return _keys(flat, op)
     if dtype.is_floating_point:
@@ -206,16 +247,12 @@ def _unpack(buffer: Tensor, own: list[Any], group: _Group, op: str, divisor: flo
         buffer.div_(torch.full((), divisor, dtype=buffer.dtype, device=buffer.device))
     if group.dtype is None:
         return _unpack_numbers(buffer.tolist(), op)
-    flat = _unpack_elements(buffer, group.dtype, op).to(own[0].device)
-    parts = torch.split(flat, group.sizes)
-    results = [part.view(leaf.shape) for part, leaf in zip(parts, own, strict=True)]
-    if flat.device.type != "cpu":  # of which there may be several
-        results = [result.to(leaf.device) for result, leaf in zip(results, own, strict=True)]
-    return results
+    return _split(_unpack_elements(buffer, group, op).to(own[0].device), own, group)
 
 
-def _unpack_elements(buffer: Tensor, dtype: torch.dtype, op: str) -> Tensor:
+def _unpack_elements(buffer: Tensor, group: _Group, op: str) -> Tensor:
     """Unpack floats in their dtype, means of ints in float64, sums of ints in int64."""
+    dtype: Any = group.dtype
     if op in _EXTREMES:
         return _from_keys(buffer, dtype, op)
     if dtype.is_floating_point:

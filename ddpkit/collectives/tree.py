@@ -104,6 +104,7 @@ _NATIVE = {np.dtype(name) for name in _NATIVE_NAMES}
 _REAL = {torch.from_numpy(np.zeros(0, dtype)).dtype for dtype in _NATIVE} | {torch.bfloat16}
 _NO_CONTAINERS = {float, Tensor, nn.Parameter}
 _DICTS = {dict, OrderedDict, defaultdict, Counter}
+_STRIDED = torch.strided
 _TAKES = "numbers, NumPy arrays, dense real tensors, and dicts, lists, tuples and dataclasses of them"
 
 
@@ -131,7 +132,14 @@ class Leaf(NamedTuple):
 
 
 NUMBER = Leaf("number")
-_leaf_of = lru_cache(maxsize=1024)(Leaf)  # the same one for each of many tensors, so that they are compared quickly
+
+
+@lru_cache(maxsize=1024)  # the same one for each of many tensors, so that they are compared quickly
+def _leaf_of(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> Leaf | None:
+    is_real = dtype in _REAL and device.type != "meta"
+    return Leaf("tensor", dtype, shape, device.type) if is_real else None
+
+
 IsLeaf = Callable[[Any], bool]
 
 
@@ -255,19 +263,20 @@ def name_type(value: Any) -> str:
 
 
 def _describe_tensor(value: Tensor) -> tuple[Leaf | str, Any]:
-    value = whole(value)
-    problem = explain_not_dense(value)
-    if not problem and loses_gradient(value):
-        problem = "a tensor whose gradient would be lost (pass it.detach(), or join rows by gather_batch())"
-    if not problem and value.dtype not in _REAL:
+    is_plain = type(value) is Tensor and value.layout is _STRIDED and not (value.requires_grad or value.is_nested)
+    if not is_plain:
+        value = whole(value)
+        problem = explain_not_dense(value)
+        if not problem and loses_gradient(value):
+            problem = "a tensor whose gradient would be lost (pass it.detach(), or join rows by gather_batch())"
+        if problem:
+            return problem, None
+        value = value.detach().as_subclass(Tensor)
+    leaf = _leaf_of(value.dtype, value.shape, value.device)
+    if leaf is None:
         hint = " (pass torch.view_as_real(it))" if value.is_complex() else ""
-        problem = f"a {name_dtype(value.dtype)} tensor{hint}"
-    if problem:
-        return problem, None
-    tensor = value.detach() if value.requires_grad else value
-    if type(tensor) is not Tensor:
-        tensor = tensor.as_subclass(Tensor)
-    return _leaf_of("tensor", tensor.dtype, tensor.shape, tensor.device.type), tensor
+        return explain_not_dense(value) or f"a {name_dtype(value.dtype)} tensor{hint}", None
+    return leaf, value
 
 
 def _describe_array(value: Any) -> tuple[Leaf | str, Any]:
