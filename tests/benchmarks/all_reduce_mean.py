@@ -64,6 +64,14 @@ def tree_by_hand(tree: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: part.view(tensor.shape) for (name, tensor), part in zip(tree.items(), parts, strict=True)}
 
 
+def losses_by_hand(losses: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Average 0-dim tensors, whatever their dtypes, in float32."""
+    flat = torch.stack([loss.float() for loss in losses.values()])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    return dict(zip(losses, flat.unbind(), strict=True))
+
+
 def gather_by_hand(values: Tensor, indices: Tensor) -> Tensor:
     """Gather without a check, and only if all ranks have equally many."""
     all_values = [torch.empty_like(values) for _ in range(dist.get_world_size())]
@@ -95,6 +103,15 @@ def separate_numbers(count: int) -> Ways:
     return {
         "by hand": lambda: numbers_by_hand(metrics),
         "one by one": lambda: one_by_one(metrics),
+    }
+
+
+def losses(count: int, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> Ways:
+    """Average what `loss.detach()` gives."""
+    made = {f"loss_{i}": torch.tensor(float(i)).to(dtypes[i % len(dtypes)]) for i in range(count)}
+    return {
+        "by hand": lambda: losses_by_hand(made),
+        "all_reduce_mean": lambda: ddpkit.all_reduce_mean(made),
     }
 
 
@@ -195,6 +212,10 @@ CASES: dict[str, Callable[[], Ways]] = {
     "32 numbers": lambda: numbers(32),
     "100 numbers": lambda: numbers(100),
     "32 numbers, one by one": lambda: separate_numbers(32),
+    "8 losses": lambda: losses(8),
+    "32 losses": lambda: losses(32),
+    "100 losses": lambda: losses(100),
+    "32 losses and counts": lambda: losses(32, (torch.float32, torch.int64)),
     "10⁶ float32": tensor,
     f"{TENSORS} tensors": tree,
     f"{SAMPLES} samples": gather,
@@ -204,9 +225,9 @@ CASES: dict[str, Callable[[], Ways]] = {
 }
 
 
-def measure(cases: list[str], rounds: int) -> dict[str, dict[str, float]]:
+def measure(cases: list[str], rounds: int, in_a_row: int) -> dict[str, dict[str, float]]:
     with ddpkit.distributed():
-        return {case: take_turns(CASES[case](), rounds, warm_up=1) for case in cases}
+        return {case: take_turns(CASES[case](), rounds, warm_up=1, in_a_row=in_a_row) for case in cases}
 
 
 def main() -> None:
@@ -215,9 +236,10 @@ def main() -> None:
         "--ranks", type=int, nargs="+", default=[2], help="numbers of ranks, on this machine, with gloo"
     )
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES, metavar="CASE", help=", ".join(CASES))
+    parser.add_argument("--in_a_row", type=int, default=1, help="calls between two barriers")
     args = parser.parse_args()
     for ranks in args.ranks:
-        found = ddpkit.spawn(measure, ranks, args.cases, args.rounds)[0]
+        found = ddpkit.spawn(measure, ranks, args.cases, args.rounds, args.in_a_row)[0]
         for case, medians in found.items():
             show(f"{case}, {ranks} ranks", medians, "by hand")
 

@@ -21,11 +21,19 @@ def make_parser(about: str | None, rounds: int, of: str) -> argparse.ArgumentPar
     return parser
 
 
-def take_turns(ways: dict[str, Callable[[], Any]], rounds: int, warm_up: int = 10) -> dict[str, float]:
+def take_turns(
+    ways: dict[str, Callable[[], Any]], rounds: int, warm_up: int = 10, in_a_row: int = 1
+) -> dict[str, float]:
     """Call each way `rounds` times, none always after the same one, on all ranks at once.
 
+    Args:
+        ways: What to compare, by name.
+        rounds: How often.
+        warm_up: The first rounds, which do not count.
+        in_a_row: Calls between two barriers.
+
     Returns:
-        The medians, in seconds, of what the slowest rank needs; the first `warm_up` rounds do not count.
+        The medians, in seconds a call, of what the slowest rank needs.
     """
     times: dict[str, list[float]] = {way: [] for way in ways}
     order = random.Random(0)  # the same on every rank
@@ -33,8 +41,9 @@ def take_turns(ways: dict[str, Callable[[], Any]], rounds: int, warm_up: int = 1
         for way in order.sample(list(ways), len(ways)):
             ddpkit.barrier()
             start = time.perf_counter()
-            ways[way]()
-            times[way].append(time.perf_counter() - start)
+            for _ in range(in_a_row):
+                ways[way]()
+            times[way].append((time.perf_counter() - start) / in_a_row)
     slowest = ddpkit.all_reduce({way: torch.tensor(taken[warm_up:]) for way, taken in times.items()}, "max")
     return {way: statistics.median(taken.tolist()) for way, taken in slowest.items()}
 
