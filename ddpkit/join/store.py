@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Pause:
-    """Sleeps between polls: by default 50 microseconds at first, 20 milliseconds in the end."""
+    """Sleeps between polls: 50 microseconds at first, then a twentieth of the time that it has waited, at most 20 ms."""
 
     def __init__(self, first: float = 50e-6, longest: float = 0.02) -> None:
         self._seconds = first
@@ -35,12 +35,12 @@ class Pause:
     @classmethod
     def among(cls, ranks: int) -> Pause:
         """Return pauses that leave the store time for the polls of so many ranks."""
-        return cls(max(50e-6, 5e-6 * ranks), min(max(0.02, 1e-3 * ranks), 1.0))
+        return cls(max(50e-6, 20e-6 * ranks), min(max(0.02, 1e-3 * ranks), 1.0))
 
     def __call__(self) -> None:
         """Sleep, a little longer than the last time."""
         time.sleep(self._seconds)
-        self._seconds = min(1.3 * self._seconds, self._longest)
+        self._seconds = min(1.05 * self._seconds, self._longest)
 
 
 def _nothing() -> None:
