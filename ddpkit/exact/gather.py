@@ -75,7 +75,9 @@ def gather_exact(values: T, indices: Any, n: int, *, group: Group | None = None)
         own_rank = ranks.get_rank()
         trees = {own_rank: gathered[own_rank][1]}
     like = trees.get(ranks.get_rank(), next(iter(trees.values())))
-    results = _join_columns(call, trees, np.argsort(np.concatenate([*by_rank.values()])))
+    order = np.empty(n, np.int64)
+    order[np.concatenate([*by_rank.values()])] = np.arange(n)
+    results = _join_columns(call, trees, order)
     for path, result in results.items():
         if isinstance(result, Tensor) and isinstance(own.get(path), Tensor):
             results[path] = result.to(own[path].device)
