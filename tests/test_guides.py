@@ -62,7 +62,7 @@ def run_page(source: str, folder: str) -> None:
     exec(compile(source, "page.py", "exec"), {"__name__": "__main__"})
 
 
-@pytest.mark.parametrize("page", ["training", "long-runs", "migrating"])
+@pytest.mark.parametrize("page", ["training", "long-runs"])
 def test_a_chinese_page_runs_on_two_ranks(page: str, tmp_path: Path) -> None:
     source = "\n".join(blocks(GUIDE / "zh" / f"{page}.md", "python"))
     port = free_port()
