@@ -34,11 +34,11 @@ def name_of(pair: Pair) -> str:
 
 def tables(outcomes: Outcomes) -> dict[str, str]:
     """The tables of faults and of conflicts, as Markdown; a cell that was not measured is "–"."""
-    faults = ["| one rank | the others are | torchrun (s) | no agent (s) |", "|---|---|---|---|"]
+    faults = ["| one rank | the others are | they know after (s) |", "|---|---|---|"]
     for fault in FAULTS:
-        cells = [_seconds(outcomes.get((fault, launcher), [])) for launcher in (TORCHRUN, PLAIN)]
+        many = [one for key, some in outcomes.items() if key[0] is fault for one in some]
         place = PLACES[fault.place] + (", on another node" if fault.nodes else "")
-        faults.append(f"| {' | '.join([fault.what, place, *cells])} |")
+        faults.append(f"| {fault.what} | {place} | {_seconds(many)} |")
     conflicts = ["| what does not fit | every process ends after (s) |", "|---|---|"]
     for conflict in CONFLICTS:
         many = [one for key, many in outcomes.items() if key[0] is conflict for one in many]
