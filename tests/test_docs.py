@@ -88,6 +88,18 @@ def test_the_readme_is_short_and_has_two_commands() -> None:
     assert tests.endswith("pytest")
 
 
+def test_the_docs_can_be_read_in_an_afternoon() -> None:
+    words = {page.relative_to(ROOT).as_posix(): len(page.read_text().split()) for page in DOCS}
+    assert len(words) <= 30
+    assert sum(words.values()) <= 32_000
+    assert words["docs/design.md"] <= 5_000
+
+
+@pytest.mark.parametrize("page", SOURCES)
+def test_code_fits_a_page_of_1280_pixels(page: str) -> None:
+    assert [line for line in SOURCES[page].splitlines() if len(line) > 88] == []
+
+
 def run_program(source: str) -> None:
     exec(source, {})
 
