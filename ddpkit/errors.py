@@ -183,7 +183,7 @@ class BarrierTimeoutError(DdpkitError):
             barrier 'shards': 1 of 2 ranks did not arrive within 1800 s: rank 1 (node2). Arrived: rank 0 (node1).
     """
 
-    _page = "where"
+    _page = "troubleshooting"
     missing: list[tuple[int, str]]
     arrived: list[tuple[int, str]]
     elsewhere: dict[int, str]

@@ -46,9 +46,8 @@ SOURCES = {page.relative_to(ROOT).as_posix(): python_of(page.read_text()) for pa
 
 
 def marked(page: str) -> Any:
-    """A page as a parameter; what a Chinese page shows, or one that quotes others, an English one does, too."""
-    repeats = "/zh/" in page or page.endswith("what-the-guides-say.md")
-    return pytest.param(page, marks=[pytest.mark.storm] if repeats else [])
+    """A page as a parameter; what a Chinese page shows, an English one does, too."""
+    return pytest.param(page, marks=[pytest.mark.storm] if "/zh/" in page else [])
 
 
 @pytest.mark.parametrize("page", [marked(page) for page, source in SOURCES.items() if source.strip()])
@@ -87,6 +86,18 @@ def test_the_readme_is_short_and_has_two_commands() -> None:
     trainer, tests = re.findall(r"^pip install .*", text, re.MULTILINE)
     assert "torchrun --nproc_per_node=2 examples/" in trainer
     assert tests.endswith("pytest")
+
+
+def test_the_docs_can_be_read_in_an_afternoon() -> None:
+    words = {page.relative_to(ROOT).as_posix(): len(page.read_text().split()) for page in DOCS}
+    assert len(words) <= 30
+    assert sum(words.values()) <= 32_000
+    assert words["docs/design.md"] <= 5_000
+
+
+@pytest.mark.parametrize("page", SOURCES)
+def test_code_fits_a_page_of_1280_pixels(page: str) -> None:
+    assert [line for line in SOURCES[page].splitlines() if len(line) > 88] == []
 
 
 def run_program(source: str) -> None:

@@ -38,7 +38,7 @@ def test_the_losses_under_an_engine_are_those_of_one_process(name: str) -> None:
 
 
 def test_the_page_shows_every_script() -> None:
-    shown = re.findall(r"\.\./engines/(\w+)\.py", (ROOT / "docs/guide/other-engines.md").read_text())
+    shown = re.findall(r"{literalinclude} \.\./engines/(\w+)\.py", (ROOT / "docs/guide/recipes.md").read_text())
     assert sorted(shown) == sorted(NEEDS) == sorted(path.stem for path in FOLDER.glob("*.py"))
 
 

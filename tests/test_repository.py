@@ -43,7 +43,7 @@ def test_ci_tries_each_python_that_the_package_names() -> None:
     named = re.findall(r"Python :: (3\.\d+)", PYPROJECT)
     assert yaml.safe_load(CI)["jobs"]["core"]["strategy"]["matrix"]["python"] == named
     assert f'requires-python = ">={named[0]}"' in PYPROJECT
-    assert f"Python {named[0]} to {named[-1]}, and torch from 2.6" in (ROOT / "docs/versions.md").read_text()
+    assert f"Python {named[0]} to {named[-1]}, and torch from 2.6" in (ROOT / "docs/changelog.md").read_text()
     assert '"torch>=2.6"' in PYPROJECT
 
 

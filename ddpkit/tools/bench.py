@@ -252,7 +252,7 @@ def _collectives(size: int, job: Context) -> Iterator[Case]:
 
 
 def make_report(outcomes: list[Row]) -> Row:
-    """Make the report of `measure`'s outcomes, one for each job; docs/guide/bench.md describes its keys."""
+    """Make the report of `measure`'s outcomes, one for each job; docs/guide/troubleshooting.md describes its keys."""
     results = [_result(result) for outcome in outcomes for result in outcome["results"]]
     largest = outcomes[-1]
     return {

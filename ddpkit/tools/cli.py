@@ -31,12 +31,12 @@ _TOOLS = {
     "where": _Tool(
         "asks a running job what each rank is doing, and for how long",
         "python -m ddpkit where",
-        "where",
+        "troubleshooting",
     ),
     "rehearse": _Tool(
         "kills, stops and resumes a training script at random, and compares it with a whole run",
         "python -m ddpkit rehearse -n 2,3 train.py --folder {folder} --resume",
-        "rehearse",
+        "testing",
     ),
     "doctor": _Tool(
         "checks this machine or, under a launcher, the whole job; says how to fix it",
@@ -46,7 +46,7 @@ _TOOLS = {
     "bench": _Tool(
         "measures collectives, here or in a job",
         "python -m ddpkit bench --ranks 2 4",
-        "bench",
+        "troubleshooting",
     ),
 }
 _DOCS = "TOOL --help lists its flags and its page of the docs; in Python, help(ddpkit) is about the library."

@@ -29,7 +29,9 @@ def main(epochs: int = 5) -> None:
     torch.manual_seed(0)
     train_set, test_set = make_data(6000), make_data(1200)
     train_sampler = DistributedSampler(train_set, world_size, rank)
-    train_loader = DataLoader(train_set, batch_size=60 // world_size, sampler=train_sampler)
+    train_loader = DataLoader(
+        train_set, batch_size=60 // world_size, sampler=train_sampler
+    )
     test_sampler = DistributedSampler(test_set, world_size, rank, shuffle=False)
     test_loader = DataLoader(test_set, batch_size=100, sampler=test_sampler)
 
@@ -68,9 +70,15 @@ def main(epochs: int = 5) -> None:
             dist.all_reduce(right)
         loss, accuracy = total.item() / len(train_set), right.item() / len(test_set)
         if rank == 0:
-            print(f"epoch {epoch}: loss {loss:.4f}, accuracy {accuracy:.4f}", flush=True)
+            print(
+                f"epoch {epoch}: loss {loss:.4f}, accuracy {accuracy:.4f}", flush=True
+            )
             weights = (model.module if distributed else model).state_dict()
-            state = {"model": weights, "optimizer": optimizer.state_dict(), "epoch": epoch}
+            state = {
+                "model": weights,
+                "optimizer": optimizer.state_dict(),
+                "epoch": epoch,
+            }
             torch.save(state, "checkpoint.pt")
 
 

@@ -50,7 +50,9 @@ def main(epochs: int = 5) -> None:
 
         loss = accelerator.reduce(total, "sum").item() / len(train_set)
         accuracy = right.item() / len(test_set)
-        accelerator.print(f"epoch {epoch}: loss {loss:.4f}, accuracy {accuracy:.4f}", flush=True)
+        accelerator.print(
+            f"epoch {epoch}: loss {loss:.4f}, accuracy {accuracy:.4f}", flush=True
+        )
         accelerator.save_state(f"checkpoints/epoch_{epoch}")
 
 

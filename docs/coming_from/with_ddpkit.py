@@ -49,7 +49,9 @@ def main(epochs: int = 5) -> None:
         total, right = ddpkit.all_reduce((total.item(), right.item()))
         loss, accuracy = total / len(train_set), right / len(test_set)
         if ddpkit.is_main_process():
-            print(f"epoch {epoch}: loss {loss:.4f}, accuracy {accuracy:.4f}", flush=True)
+            print(
+                f"epoch {epoch}: loss {loss:.4f}, accuracy {accuracy:.4f}", flush=True
+            )
         checkpoints.save(epoch, **run)
 
 

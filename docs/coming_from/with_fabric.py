@@ -18,7 +18,9 @@ def main(epochs: int = 5) -> None:
 
     torch.manual_seed(0)
     train_set, test_set = make_data(6000), make_data(1200)
-    train_loader = DataLoader(train_set, batch_size=60 // fabric.world_size, shuffle=True)
+    train_loader = DataLoader(
+        train_set, batch_size=60 // fabric.world_size, shuffle=True
+    )
     test_loader = DataLoader(test_set, batch_size=100)
     train_loader, test_loader = fabric.setup_dataloaders(train_loader, test_loader)
 
@@ -46,7 +48,9 @@ def main(epochs: int = 5) -> None:
 
         total, right = fabric.all_reduce((total, right), reduce_op="sum")
         loss, accuracy = total.item() / len(train_set), right.item() / len(test_set)
-        fabric.print(f"epoch {epoch}: loss {loss:.4f}, accuracy {accuracy:.4f}", flush=True)
+        fabric.print(
+            f"epoch {epoch}: loss {loss:.4f}, accuracy {accuracy:.4f}", flush=True
+        )
         run["epoch"] = epoch
         fabric.save("checkpoint.ckpt", run)
 

@@ -23,7 +23,9 @@ def main(epochs: int = 5) -> None:
     torch.manual_seed(0)
     train_set, test_set = make_data(6000), make_data(1200)
     train_sampler = DistributedSampler(train_set, hvd.size(), hvd.rank())
-    train_loader = DataLoader(train_set, batch_size=60 // hvd.size(), sampler=train_sampler)
+    train_loader = DataLoader(
+        train_set, batch_size=60 // hvd.size(), sampler=train_sampler
+    )
     test_sampler = DistributedSampler(test_set, hvd.size(), hvd.rank(), shuffle=False)
     test_loader = DataLoader(test_set, batch_size=100, sampler=test_sampler)
 
@@ -62,8 +64,14 @@ def main(epochs: int = 5) -> None:
         right = hvd.allreduce(right, op=hvd.Sum, name="right")
         loss, accuracy = total.item() / len(train_set), right.item() / len(test_set)
         if hvd.rank() == 0:
-            print(f"epoch {epoch}: loss {loss:.4f}, accuracy {accuracy:.4f}", flush=True)
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+            print(
+                f"epoch {epoch}: loss {loss:.4f}, accuracy {accuracy:.4f}", flush=True
+            )
+            state = {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "epoch": epoch,
+            }
             torch.save(state, "checkpoint.pt")
 
 

@@ -1,4 +1,4 @@
-"""Train in the workers of a Dask cluster, one rank in each; they meet at an address that all get."""
+"""Train in the workers of a Dask cluster, one rank in each."""
 
 import socket
 
@@ -10,7 +10,9 @@ import ddpkit
 
 
 def train(rank: int, world_size: int, host: str, port: int) -> float:
-    place = ddpkit.Launch("platform", rank, world_size, master_addr=host, master_port=port)
+    place = ddpkit.Launch(
+        "platform", rank, world_size, master_addr=host, master_port=port
+    )
     with ddpkit.distributed(launch=place) as context:
         torch.manual_seed(0)
         data = torch.randn(240, 4)
@@ -28,10 +30,16 @@ def train(rank: int, world_size: int, host: str, port: int) -> float:
 
 
 if __name__ == "__main__":
-    with LocalCluster(n_workers=2, threads_per_worker=1) as cluster, Client(cluster) as client:
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1) as cluster,
+        Client(cluster) as client,
+    ):
         workers = list(client.scheduler_info()["workers"])
         with socket.create_server(("127.0.0.1", 0)) as free:
             place = (len(workers), *free.getsockname())  # rank 0 will listen there
         for _ in range(2):  # one job after the other in the same workers
-            ranks = [client.submit(train, r, *place, workers=[w], pure=False) for r, w in enumerate(workers)]
+            ranks = [
+                client.submit(train, r, *place, workers=[w], pure=False)
+                for r, w in enumerate(workers)
+            ]
             print("losses:", client.gather(ranks))

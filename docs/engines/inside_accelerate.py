@@ -1,4 +1,4 @@
-"""Use ddpkit in a script of accelerate: `torchrun --nproc_per_node=2 inside_accelerate.py`."""
+"""Use ddpkit in a script of accelerate. Start it with `torchrun`."""
 
 import torch
 from accelerate import Accelerator
@@ -14,7 +14,9 @@ def main() -> None:
     data = torch.randn(240, 4)
     loader = ddpkit.make_loader(data, batch_size=24 // context.world_size)
     net = nn.Linear(4, 1)
-    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(
+        net, torch.optim.SGD(net.parameters(), lr=0.1)
+    )
     for _ in loader.epochs(3):
         for x in loader:
             x = x.to(context.device)

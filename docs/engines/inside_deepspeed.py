@@ -1,4 +1,4 @@
-"""Use ddpkit in a script of DeepSpeed: `torchrun --nproc_per_node=2 inside_deepspeed.py`."""
+"""Use ddpkit in a script of DeepSpeed. Start it with `torchrun`."""
 
 import deepspeed
 import torch
@@ -8,7 +8,8 @@ import ddpkit
 
 
 def main() -> None:
-    context = ddpkit.setup()  # before DeepSpeed, which takes over the group that there is
+    # before DeepSpeed, which takes over the group that there is
+    context = ddpkit.setup()
     torch.manual_seed(0)
     data = torch.randn(240, 4)
     share = 24 // context.world_size
@@ -20,7 +21,9 @@ def main() -> None:
         "zero_optimization": {"stage": 1},
         "zero_allow_untested_optimizer": True,  # SGD is one
     }
-    engine, *_ = deepspeed.initialize(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), config=config)
+    engine, *_ = deepspeed.initialize(
+        model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), config=config
+    )
     for _ in loader.epochs(3):
         for x in loader:
             x = x.to(engine.device)

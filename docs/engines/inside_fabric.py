@@ -1,4 +1,4 @@
-"""Use ddpkit in a script of Lightning Fabric: `torchrun --nproc_per_node=2 inside_fabric.py`."""
+"""Use ddpkit in a script of Lightning Fabric. Start it with `torchrun`."""
 
 import torch
 from lightning_fabric import Fabric

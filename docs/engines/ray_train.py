@@ -1,4 +1,4 @@
-"""Train under Ray Train, which starts the ranks and makes their process group; ddpkit adopts it."""
+"""Train under Ray Train, which starts the ranks and makes their process group."""
 
 import torch
 from ray.train import ScalingConfig

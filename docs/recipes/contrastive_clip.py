@@ -1,4 +1,4 @@
-"""Train two encoders with CLIP's loss: each image finds its text among those of all ranks."""
+"""Train two encoders with CLIP's loss: each image finds its text among all ranks'."""
 
 import torch
 from torch import nn
@@ -14,8 +14,11 @@ class Clip(nn.Module):
         self.image, self.text = nn.Linear(16, 8), nn.Linear(12, 8)
         self.scale = nn.Parameter(torch.tensor(10.0).log())
 
-    def forward(self, images: torch.Tensor, texts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return F.normalize(self.image(images)), F.normalize(self.text(texts)), self.scale.exp()
+    def forward(
+        self, images: torch.Tensor, texts: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        image, text = self.image(images), self.text(texts)
+        return F.normalize(image), F.normalize(text), self.scale.exp()
 
 
 def main() -> None:
@@ -28,7 +31,8 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for images, texts in loader:
         image, text, scale = model(images.to(context.device), texts.to(context.device))
-        image, text = ddpkit.gather_batch((image, text))  # the rows of all ranks, with gradients
+        # the rows of all ranks, with gradients
+        image, text = ddpkit.gather_batch((image, text))
         logits = scale * image @ text.T
         pairs = torch.arange(len(logits), device=logits.device)
         loss = (F.cross_entropy(logits, pairs) + F.cross_entropy(logits.T, pairs)) / 2

@@ -1,4 +1,4 @@
-"""Train a student by a teacher's outputs, as DINO does: their centre is the mean over all ranks' samples."""
+"""Train a student by a teacher's outputs, as DINO does; the centre is of all ranks."""
 
 import copy
 
@@ -13,7 +13,8 @@ def main() -> None:
     context = ddpkit.setup()
     torch.manual_seed(0)
     x = torch.randn(500, 16)
-    dataset = TensorDataset(x + 0.1 * torch.randn_like(x), x + 0.1 * torch.randn_like(x))
+    views = [x + 0.1 * torch.randn_like(x) for _ in range(2)]
+    dataset = TensorDataset(*views)
     loader = ddpkit.make_loader(dataset, batch_size=48 // context.world_size)
     net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
     student = ddpkit.wrap_model(net)  # first: all ranks now have rank 0's weights
@@ -25,7 +26,8 @@ def main() -> None:
         outputs = student(second.to(context.device))
         weights = ((targets - center) / 0.04).softmax(1)
         losses = -(weights * (outputs / 0.1).log_softmax(1)).sum(1)
-        loss = ddpkit.global_mean(losses.sum(), len(losses))  # ranks may hold different numbers of samples
+        # ranks may hold different numbers of samples
+        loss = ddpkit.global_mean(losses.sum(), len(losses))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

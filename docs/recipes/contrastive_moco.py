@@ -1,4 +1,4 @@
-"""Train an encoder with MoCo's loss: a queue holds the keys of earlier batches, in the order of one process."""
+"""Train an encoder with MoCo's loss and its queue, in the order of one process."""
 
 import copy
 
@@ -14,7 +14,8 @@ def main() -> None:
     context = ddpkit.setup()
     torch.manual_seed(0)
     x = torch.randn(500, 16)
-    dataset = TensorDataset(x + 0.1 * torch.randn_like(x), x + 0.1 * torch.randn_like(x))
+    views = [x + 0.1 * torch.randn_like(x) for _ in range(2)]
+    dataset = TensorDataset(*views)
     loader = ddpkit.make_loader(dataset, batch_size=48 // context.world_size)
     encoder = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
     model = ddpkit.wrap_model(encoder)  # first: all ranks now have rank 0's weights
@@ -25,15 +26,18 @@ def main() -> None:
         with torch.no_grad():
             keys = F.normalize(shuffled(momentum, second.to(context.device), seed=step))
         queries = F.normalize(model(first.to(context.device)))
-        logits = torch.cat([(queries * keys).sum(1, keepdim=True), queries @ queue.T], 1) / 0.2
+        own_keys = (queries * keys).sum(1, keepdim=True)
+        logits = torch.cat([own_keys, queries @ queue.T], 1) / 0.2
         own = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
-        loss = ddpkit.global_mean(F.cross_entropy(logits, own, reduction="sum"), len(logits))
+        loss_sum = F.cross_entropy(logits, own, reduction="sum")
+        loss = ddpkit.global_mean(loss_sum, len(logits))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         with torch.no_grad():
             queue = torch.cat([queue, ddpkit.gather_batch(keys)])[-len(queue) :]
-            for mean, now in zip(momentum.parameters(), encoder.parameters(), strict=True):
+            pairs = zip(momentum.parameters(), encoder.parameters(), strict=True)
+            for mean, now in pairs:
                 mean.lerp_(now, 0.01)
     loss = ddpkit.all_reduce_mean(loss.item())
     if ddpkit.is_main_process():
@@ -41,10 +45,11 @@ def main() -> None:
 
 
 def shuffled(model: nn.Module, x: torch.Tensor, seed: int) -> torch.Tensor:
-    """Run a model on a random share of all samples, so that its BatchNorm does not tell which belong together."""
+    """Run a model on a random share of all samples: MoCo's shuffled BatchNorm."""
     rank, world_size = ddpkit.get_rank(), ddpkit.get_world_size()
     joined = ddpkit.gather_batch(x)
-    order = torch.randperm(len(joined), generator=torch.Generator().manual_seed(seed)).to(x.device)
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(joined), generator=generator).to(x.device)
     outputs = ddpkit.gather_batch(model(joined[order[rank::world_size]]))
     return outputs[order.argsort()][rank::world_size]
 

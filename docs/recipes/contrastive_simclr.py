@@ -1,4 +1,4 @@
-"""Train an encoder with SimCLR's loss (NT-Xent): two views of a sample find each other among all ranks' views."""
+"""Train an encoder with SimCLR's loss (NT-Xent) over the views of all ranks."""
 
 import torch
 from torch import nn
@@ -8,7 +8,9 @@ from torch.utils.data import TensorDataset
 import ddpkit
 
 
-def nt_xent(first: torch.Tensor, second: torch.Tensor, temperature: float = 0.5) -> torch.Tensor:
+def nt_xent(
+    first: torch.Tensor, second: torch.Tensor, temperature: float = 0.5
+) -> torch.Tensor:
     views = F.normalize(torch.cat([first, second]))
     itself = torch.eye(len(views), dtype=torch.bool, device=views.device)
     logits = (views @ views.T / temperature).masked_fill(itself, -torch.inf)
@@ -20,12 +22,15 @@ def main() -> None:
     context = ddpkit.setup()
     torch.manual_seed(0)
     x = torch.randn(500, 16)
-    dataset = TensorDataset(x + 0.1 * torch.randn_like(x), x + 0.1 * torch.randn_like(x))
+    noisy = [x + 0.1 * torch.randn_like(x) for _ in range(2)]
+    dataset = TensorDataset(*noisy)
     loader = ddpkit.make_loader(dataset, batch_size=48 // context.world_size)
-    model = ddpkit.wrap_model(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)))
+    net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
+    model = ddpkit.wrap_model(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for first, second in loader:
-        views = model(torch.cat([first, second]).to(context.device))  # one forward for both
+        # one forward for both
+        views = model(torch.cat([first, second]).to(context.device))
         loss = nt_xent(*ddpkit.gather_batch(views.chunk(2)))
         optimizer.zero_grad()
         loss.backward()

@@ -1,4 +1,4 @@
-"""Stop when the validation loss of all ranks together stops falling, and keep the best checkpoint."""
+"""Stop when the loss over all ranks stops falling, and keep the best checkpoint."""
 
 import torch
 from torch import nn
@@ -11,22 +11,28 @@ def main() -> None:
     context = ddpkit.setup()
     torch.manual_seed(0)
     x = torch.randn(610, 8)
-    data, rest = random_split(TensorDataset(x, x[:, :1] + 0.5 * torch.randn(610, 1)), [480, 130])
+    dataset = TensorDataset(x, x[:, :1] + 0.5 * torch.randn(610, 1))
+    data, rest = random_split(dataset, [480, 130])
     train = ddpkit.make_loader(data, batch_size=24 // context.world_size)
     held_out = ddpkit.make_loader(rest, batch_size=16, train=False)
-    model = ddpkit.wrap_model(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1)))
+    net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+    model = ddpkit.wrap_model(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     checkpoints = ddpkit.Checkpointer("runs/early-stopping", keep=1, keep_best=1)
     losses = [float("inf")]
     for epoch in train.epochs(50):
         for x, y in train:
+            x, y = x.to(context.device), y.to(context.device)
             nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
-        net = ddpkit.unwrap_model(model)  # ranks may have different numbers of batches here
+        total = 0.0
         with torch.no_grad():
-            total = sum(nn.functional.mse_loss(net(x), y, reduction="sum").item() for x, y in held_out)
-        loss = ddpkit.all_reduce(total) / 130  # equal on all ranks, and so are their decisions
+            for x, y in held_out:  # a rank may have one batch more: net, not model
+                error = net(x.to(context.device)) - y.to(context.device)
+                total += error.square().sum().item()
+        # equal on all ranks, and so are their decisions
+        loss = ddpkit.all_reduce(total) / 130
         checkpoints.save(epoch, score=-loss, model=model)
         losses.append(loss)
         if min(losses[-2:]) > min(losses):

@@ -1,4 +1,4 @@
-"""Evaluate each sample once, on any number of ranks, with predictions in the order of the dataset."""
+"""Evaluate each sample once, with predictions in the order of the dataset."""
 
 import torch
 from torch import nn
@@ -22,7 +22,8 @@ class Digits(torch.utils.data.Dataset):
 def main() -> None:
     context = ddpkit.setup()
     torch.manual_seed(0)
-    dataset, model = Digits(), nn.Linear(2, 4).to(context.device)  # no wrapper: nothing is trained
+    # no wrapper: nothing is trained
+    dataset, model = Digits(), nn.Linear(2, 4).to(context.device)
     labels = (dataset.points[:, 0] > 0).long() * 2 + (dataset.points[:, 1] > 0).long()
     loader = ddpkit.make_loader(dataset, batch_size=8, train=False)
     found, indices = [], []
@@ -30,8 +31,11 @@ def main() -> None:
         for points, index in loader:
             found.append(model(points.to(context.device)).argmax(1))
             indices.append(index)
-    predictions = ddpkit.gather_exact(torch.cat(found), torch.cat(indices), n=len(dataset))
-    accuracy = (predictions.cpu() == labels).float().mean().item()  # or any torchmetrics metric, on every rank
+    predictions = ddpkit.gather_exact(
+        torch.cat(found), torch.cat(indices), n=len(dataset)
+    )
+    # or any torchmetrics metric, on every rank
+    accuracy = (predictions.cpu() == labels).float().mean().item()
     if ddpkit.is_main_process():
         print("accuracy:", accuracy)
 

@@ -12,17 +12,24 @@ def main() -> None:
     context = ddpkit.setup()
     torch.manual_seed(0)
     inputs = torch.randn(480, 4)
-    loader = ddpkit.make_loader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), 12 // context.world_size)
+    loader = ddpkit.make_loader(
+        TensorDataset(inputs, inputs.sum(1, keepdim=True)), 12 // context.world_size
+    )
     model = ddpkit.wrap_model(nn.Linear(4, 1).to(context.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    run = wandb.init(project="recipes", mode="offline") if ddpkit.is_main_process() else None
+    run = (
+        wandb.init(project="recipes", mode="offline")
+        if ddpkit.is_main_process()
+        else None
+    )
     for step, (x, y) in enumerate(loader):
         loss = nn.functional.mse_loss(model(x.to(context.device)), y.to(context.device))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if step % 10 == 9:
-            mean = ddpkit.all_reduce_mean(loss.item(), weight=len(x))  # on every rank: it is collective
+            # on every rank: it is collective
+            mean = ddpkit.all_reduce_mean(loss.item(), weight=len(x))
             if run is not None:
                 run.log({"loss": mean}, step=step)
     if run is not None:

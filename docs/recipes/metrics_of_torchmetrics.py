@@ -14,9 +14,13 @@ def main() -> None:
     torch.manual_seed(0)
     points = torch.randn(101, 2)
     labels = (points[:, 0] > 0).long() * 2 + (points[:, 1] > 0).long()
-    loader = ddpkit.make_loader(TensorDataset(points, labels), batch_size=8, train=False)  # 101 samples, none twice
+    # 101 samples, none twice
+    loader = ddpkit.make_loader(
+        TensorDataset(points, labels), batch_size=8, train=False
+    )
     model = nn.Linear(2, 4).to(context.device)  # no wrapper: nothing is trained
-    metrics = MetricCollection([MulticlassAccuracy(4), MulticlassAUROC(4)]).to(context.device)
+    metrics = MetricCollection([MulticlassAccuracy(4), MulticlassAUROC(4)])
+    metrics = metrics.to(context.device)
     with torch.no_grad():
         for x, y in loader:
             metrics.update(model(x.to(context.device)), y.to(context.device))

@@ -11,7 +11,9 @@ def main() -> None:
     context = ddpkit.setup()
     torch.manual_seed(0)
     x = torch.randn(480, 8)
-    loader = ddpkit.make_loader(TensorDataset(x, x.sin().sum(1, keepdim=True)), 12 // context.world_size)
+    loader = ddpkit.make_loader(
+        TensorDataset(x, x.sin().sum(1, keepdim=True)), 12 // context.world_size
+    )
     model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
     model[0].bias.requires_grad_(False)  # before wrapping
     model = ddpkit.wrap_model(model)
@@ -22,13 +24,16 @@ def main() -> None:
         for step, (x, y) in enumerate(loader):
             last = step == len(loader) - 1
             with ddpkit.accumulate(model, step, every=4, last=last) as complete:
+                x, y = x.to(context.device), y.to(context.device)
                 with torch.autocast(context.device.type, torch.bfloat16):
-                    outputs = model(x.to(context.device)).float()
-                nn.functional.mse_loss(outputs, y.to(context.device), reduction="sum").backward()
+                    outputs = model(x).float()
+                nn.functional.mse_loss(outputs, y, reduction="sum").backward()
             samples += len(x)
             if complete:
-                ddpkit.global_mean(model, samples)  # sums become the mean of all ranks' samples
-                nn.utils.clip_grad_norm_(trained, 1.0)  # after it, so the same on every rank
+                # sums become the mean of all ranks' samples
+                ddpkit.global_mean(model, samples)
+                # after it, so the same on every rank
+                nn.utils.clip_grad_norm_(trained, 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
                 samples = 0

@@ -1,4 +1,4 @@
-"""Keep an exponential moving average of the weights, evaluate with it, and save both."""
+"""Keep an exponential moving average of the weights, and evaluate with it."""
 
 import torch
 from torch import nn
@@ -11,12 +11,15 @@ import ddpkit
 def main() -> None:
     context = ddpkit.setup()
     torch.manual_seed(0)
-    inputs = torch.randn(480, 4)
+    inputs = torch.randn(480, 4, device=context.device)
     targets = inputs.sum(1, keepdim=True)
-    loader = ddpkit.make_loader(TensorDataset(inputs, targets), batch_size=12 // context.world_size)
+    loader = ddpkit.make_loader(
+        TensorDataset(inputs, targets), batch_size=12 // context.world_size
+    )
     net = nn.Linear(4, 1)
     model = ddpkit.wrap_model(net)  # first: all ranks now have rank 0's weights
-    average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # of the net, not of DDP
+    # of the net, not of DDP
+    average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for x, y in loader:
         nn.functional.mse_loss(model(x), y).backward()

@@ -12,16 +12,21 @@ def main() -> None:
     context = ddpkit.setup()
     torch.manual_seed(0)
     inputs = torch.randn(480, 256)
-    loader = ddpkit.make_loader(TensorDataset(inputs, inputs[:, :1]), 12 // context.world_size)
-    model = ddpkit.wrap_model(nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1)))
+    loader = ddpkit.make_loader(
+        TensorDataset(inputs, inputs[:, :1]), 12 // context.world_size
+    )
+    net = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1))
+    model = ddpkit.wrap_model(net)
     optimizer = torch.optim.AdamW(model.parameters())
     with profile(schedule=schedule(wait=5, warmup=2, active=3, repeat=1)) as profiler:
         for x, y in loader:
+            x, y = x.to(context.device), y.to(context.device)
             nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
             profiler.step()
-    profiler.export_chrome_trace(f"trace-{context.rank}.json")  # one a rank; open them in Perfetto
+    # one for each rank; open them in Perfetto
+    profiler.export_chrome_trace(f"trace-{context.rank}.json")
     if ddpkit.is_main_process():
         print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=5))
 

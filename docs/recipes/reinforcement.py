@@ -1,4 +1,4 @@
-"""Learn from episodes that each rank plays by itself, as many as it has; each step counts the same."""
+"""Learn from episodes of any length, which each rank plays by itself."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ import ddpkit
 
 
 def play(policy: nn.Module, seed: int) -> tuple[torch.Tensor, int]:
-    """Guess the sign of each number of an episode. Return the loss summed over its steps, and their number."""
+    """Guess the sign of each number of an episode; return summed loss and steps."""
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randn(seed % 17 + 3, 1, generator=generator)
     chance = policy(numbers).sigmoid()
@@ -25,7 +25,8 @@ def main() -> None:
     for step in range(30):
         optimizer.zero_grad()
         steps = 0
-        for episode in range(context.rank, 10, context.world_size):  # uneven on three ranks
+        # uneven on three ranks
+        for episode in range(context.rank, 10, context.world_size):
             loss, length = play(policy, ddpkit.sample_seed(0, step, episode))
             loss.backward()
             steps += length

@@ -1,4 +1,4 @@
-"""Train a model that is sharded by torch's `fully_shard`, and go on with any number of ranks."""
+"""Train a model under `fully_shard`, and resume on any number of ranks."""
 
 import torch
 from torch import nn
@@ -12,17 +12,23 @@ def main() -> None:
     context = ddpkit.setup()
     torch.manual_seed(0)
     inputs = torch.randn(480, 4)
-    loader = ddpkit.make_loader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), 12 // context.world_size)
-    model = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 1)).to(context.device)
+    loader = ddpkit.make_loader(
+        TensorDataset(inputs, inputs.sum(1, keepdim=True)), 12 // context.world_size
+    )
+    model = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 1))
+    model = model.to(context.device)
     if ddpkit.is_distributed():
         fully_shard(model)  # in the place of wrap_model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)  # of the shards, so after it
+    # of the shards, so after it
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     checkpoints = ddpkit.Checkpointer("runs/sharded")
     saved = checkpoints.load_latest(model=model, optimizer=optimizer, loader=loader)
     step = saved["step"] if saved else 0
     for _ in loader.epochs(3):
         for x, y in loader:
-            loss = nn.functional.mse_loss(model(x.to(context.device)), y.to(context.device))
+            loss = nn.functional.mse_loss(
+                model(x.to(context.device)), y.to(context.device)
+            )
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Train from a stream of shards, spread over ranks and workers, that knows no length."""
+"""Train from a stream of shards of unknown length, over ranks and workers."""
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ class Shards:
 
 
 def main() -> None:
-    ddpkit.setup()
+    context = ddpkit.setup()
     torch.manual_seed(0)
     model = ddpkit.wrap_model(nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -24,8 +24,9 @@ def main() -> None:
     steps = 0
     while True:
         x = next(batches, None)
-        if ddpkit.stop_together(x is None):  # the first rank that is through ends all
+        if ddpkit.stop_together(x is None):  # stop when any rank runs out of data
             break
+        x = x.to(context.device)
         nn.functional.mse_loss(model(x), x.sum(1, keepdim=True)).backward()
         optimizer.step()
         optimizer.zero_grad()

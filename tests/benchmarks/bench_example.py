@@ -1,4 +1,4 @@
-"""Runs `python -m ddpkit bench` and puts what it prints into docs/guide/bench.md, as the example there.
+"""Runs `python -m ddpkit bench` and puts what it prints into docs/guide/troubleshooting.md, as the example there.
 
     python tests/benchmarks/bench_example.py
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from ddpkit.tools import bench
 
-GUIDE = Path(__file__).parents[2] / "docs/guide/bench.md"
+GUIDE = Path(__file__).parents[2] / "docs/guide/troubleshooting.md"
 MARK, END = "<!-- made by python tests/benchmarks/bench_example.py -->", "<!-- until here -->"
 FLAGS = ["--ranks", "2", "--seconds", "2"]
 LEFT_OUT = ("all_gather", "reduce_scatter", "broadcast")

@@ -145,9 +145,9 @@ CONFLICTS = [
     Conflict("`RANK` is not below `WORLD_SIZE`", "RANK=2", ((0, 2), (2, 2))),
     Conflict("two jobs at one port, half of each", "two jobs meet", ((0, 2, RUN_A), (1, 2, RUN_B))),
     Conflict("something else listens at the port", "{port}", ((0, 2), (1, 2)), stranger=True, timeout=SHORT),
-    Conflict("nobody at the master's port", "Nobody answers at MASTER_ADDR", ((1, 2),), timeout=SHORT),
+    Conflict("nothing listens at the master's port", "Nobody answers at MASTER_ADDR", ((1, 2),), timeout=SHORT),
     Conflict(
-        "the master's address is nobody's",
+        "the master's address belongs to no host",
         "Nobody answers at MASTER_ADDR",
         ((1, 2, {"MASTER_ADDR": "192.0.2.1"}),),
         timeout=SHORT,

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import free_port, platform_env, run
+from processes import ROOT, free_port, platform_env, run
 from torch import nn
 
 import ddpkit
@@ -200,3 +200,74 @@ def test_nothing_that_setup_changed_is_left_after_teardown(world_size: int) -> N
         envs.append(platform_env(rank, world_size, store.port, **more))
     for end in run(train_and_leave, envs):
         assert end.code == 0 and "well" in end.output, end.output
+
+
+# The table of the launching guide
+
+
+def footprint() -> dict[str, int]:
+    """What the table counts, by the first cell of its rows."""
+    sockets = "".join(Path(f"/proc/net/{kind}").read_text() for kind in ("tcp", "tcp6"))
+    listening = [line.split()[9] for line in sockets.splitlines() if " 0A " in line]
+    descriptors = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing itself
+            descriptors.append(os.readlink(f"/proc/self/fd/{name}"))
+    python = threading.enumerate()
+    optimizers = sys.modules["torch.optim.optimizer"]
+    hooks = (optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks)
+    return {
+        "Python threads": len(python),
+        "other threads": len(os.listdir("/proc/self/task")) - len(python),
+        "file descriptors": len(descriptors),
+        "listening sockets": sum(f"socket:[{inode}]" in descriptors for inode in listening),
+        "signal handlers": sum(callable(signal.getsignal(number)) for number in range(1, signal.NSIG)),
+        "`sys.excepthook`": int(sys.excepthook is not sys.__excepthook__),
+        "hooks of all optimizers": sum(map(len, hooks)),
+    }
+
+
+def count_what_setup_adds() -> None:
+    net = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    make_step(net, optimizer)  # what torch itself starts at the first one is not counted
+    before = footprint()
+    ddpkit.setup(device="cpu")
+    model = ddpkit.wrap_model(net)
+    make_step(model, optimizer)
+    ddpkit.barrier()
+    during = footprint()
+    ddpkit.barrier()
+    ddpkit.teardown()
+    del model
+    gc.collect()
+    after = footprint()
+    print("added", [during[name] - before[name] for name in before])
+    print("left", [after[name] - before[name] for name in before])
+
+
+def assert_as_in_the_table(cell: str, number: int, what: str) -> None:
+    """The library's own numbers are exact; those of gloo and the store follow the version of torch."""
+    if cell.startswith("up to "):
+        assert 0 < number <= int(cell.removeprefix("up to ")), what
+    else:
+        assert number == int(cell), what
+
+
+def test_the_guide_counts_what_setup_adds_to_a_process() -> None:
+    page = (ROOT / "docs/guide/launching.md").read_text()
+    table = page[page.index("| `setup()` adds |") :].partition("\n\n")[0].splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    assert [row[0] for row in rows] == list(footprint())
+    port = free_port()
+    ended = run(count_what_setup_adds, [{"OMP_NUM_THREADS": "1"}])
+    ended += run(count_what_setup_adds, [platform_env(rank, 2, port) for rank in range(2)])
+    columns = []
+    for end in ended:
+        assert end.code == 0, end.output
+        columns.append(re.findall(r"^(?:added|left) \[(.*)\]$", end.output, re.MULTILINE))
+    (alone, none), (main, of_store), (other, nothing) = columns
+    assert set(f"{none}, {nothing}".split(", ")) == {"0"}
+    for column, numbers in enumerate([alone, main, other, of_store], start=1):
+        for row, number in zip(rows, numbers.split(", "), strict=True):
+            assert_as_in_the_table(row[column], int(number), f"{row[0]}, column {column}: {number}")

@@ -118,7 +118,7 @@ def test_everything_is_measured_on_two_and_three_ranks(report: dict[str, Any]) -
 
 
 def test_the_json_report_has_the_documented_keys(report: dict[str, Any]) -> None:
-    page = (ROOT / "docs/guide/bench.md").read_text()
+    page = (ROOT / "docs/guide/troubleshooting.md").read_text()
     assert all(f"`{key}`" in page for key in report)
     assert all(f"`{key}`" in page for result in report["results"] for key in result)
     about = {key: report[key] for key in ("schema", "ddpkit", "ranks", "backend", "device", "launcher")}
