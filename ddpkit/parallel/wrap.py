@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -33,6 +32,7 @@ from ..torch_internals import (
     set_module_versions,
     tensors_in,
 )
+from .hints import warn_of_idle_gpus, warn_of_unshared_loader
 from .models import (
     broadcast_into,
     check_module,
@@ -44,7 +44,6 @@ from .models import (
     strip,
 )
 
-_log = logging.getLogger(__name__)
 _DECIDED = {  # options of DDP that are not the caller's
     "self",
     "module",
@@ -132,7 +131,7 @@ def wrap_model(
     if strategy == "dp":
         return DataParallel(model.to(device))
     if not has_group:
-        _point_at_torchrun()
+        warn_of_idle_gpus()
         return model.to(device)
     switches = {"sync_batchnorm": sync_batchnorm, "broadcast_buffers": broadcast_buffers}
     described = {name: str(value) for name, value in (switches | options).items()}
@@ -184,13 +183,6 @@ def _check_strategy(strategy: str, has_group: bool) -> None:
     if strategy == "dp" and (world_size > 1 or gpus < 2):
         found = f"this job has {world_size} processes and sees {gpus} GPUs"
         raise DdpkitError(f"strategy='dp' is for 1 process on several GPUs; {found}.")
-
-
-def _point_at_torchrun() -> None:
-    gpus = count_accelerators()
-    if gpus > 1:
-        hint = "One process uses one of %d GPUs; torchrun --nproc_per_node=%d uses them all."
-        _log.warning(hint, gpus, gpus)
 
 
 def _describe(model: nn.Module) -> dict[str, str]:
@@ -248,6 +240,7 @@ class _Backwards:
         """Look at the backwards that begin at what a forward has returned."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
+        warn_of_unshared_loader()
         self._is_running = False  # in one that raised
         latest = None  # an unsynchronised forward's backward is one more until DDP has averaged
         if model.require_backward_grad_sync:

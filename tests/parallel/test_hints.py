@@ -1,0 +1,93 @@
+"""Warnings of what is rarely meant, each once: GPUs that stay idle, a dataset that every rank shuffles as a whole."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import on_ranks
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, TensorDataset
+
+import ddpkit
+from ddpkit.parallel.hints import warn_of_idle_gpus, warn_of_unshared_loader
+
+SAMPLES = TensorDataset(torch.ones(12, 2))
+LOADERS: dict[str, Callable[[], Any]] = {
+    "shuffled": lambda: DataLoader(SAMPLES, 2, shuffle=True),
+    "batches": lambda: DataLoader(SAMPLES, batch_sampler=BatchSampler(RandomSampler(SAMPLES), 2, True)),
+    "in order": lambda: DataLoader(SAMPLES, 2),
+    "distributed": lambda: DataLoader(SAMPLES, 2, sampler=DistributedSampler(SAMPLES, 3, 0)),
+    "ours": lambda: ddpkit.make_loader(SAMPLES, batch_size=2),
+}
+train_loader: Any = None
+
+
+def train(loader: Any) -> None:
+    for _ in range(2):
+        model = ddpkit.wrap_model(nn.Linear(2, 1))
+        for (x,) in loader:
+            model(x).sum().backward()
+
+
+def train_with_a_global() -> None:
+    model = ddpkit.wrap_model(nn.Linear(2, 1))
+    for (x,) in train_loader:
+        model(x).sum().backward()
+
+
+def warned(name: str, is_global: bool) -> list[tuple[str, int]]:
+    global train_loader
+    warn_of_unshared_loader.cache_clear()  # this process may have run another test
+    with warnings.catch_warnings(record=True) as caught, ddpkit.distributed():
+        warnings.simplefilter("always")
+        if is_global:
+            train_loader = LOADERS[name]()
+            train_with_a_global()
+        else:
+            train(LOADERS[name]())
+    return [(f"{one.message}", one.lineno) for one in caught if "shuffles" in f"{one.message}"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("name", "is_global", "expected"),
+    [
+        ("shuffled", False, "loader shuffles all 12 samples on every rank"),
+        ("shuffled", True, "train_loader shuffles all 12 samples on every rank"),
+        ("batches", False, "loader shuffles all 12 samples on every rank"),
+        ("in order", False, ""),
+        ("distributed", False, ""),
+        ("ours", False, ""),
+    ],
+)
+def test_a_loader_that_each_rank_shuffles_alone_is_named_once(
+    name: str, is_global: bool, expected: str, world_size: int
+) -> None:
+    first, *others = on_ranks(warned, world_size, name, is_global)
+    assert not any(others)
+    if not expected or world_size == 1:
+        assert not first
+        return
+    ((text, line),) = first
+    assert text.startswith(expected)
+    function = train_with_a_global if is_global else train
+    assert line == function.__code__.co_firstlineno + (3 if is_global else 4)
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_idle_gpus_are_told_once_unless_a_device_was_named(
+    device: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("ddpkit.parallel.hints.count_accelerators", lambda: 4)
+    warn_of_idle_gpus.cache_clear()
+    with caplog.at_level(logging.WARNING), ddpkit.distributed(device=device):
+        for _ in range(2):
+            ddpkit.wrap_model(nn.Linear(2, 1))
+    told = [record.getMessage() for record in caplog.records if "GPUs" in record.getMessage()]
+    assert len(told) == (0 if device else 1)
+    assert all("torchrun --nproc_per_node=4" in text and "setup(device='cuda:0')" in text for text in told)
