@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import inspect
+import gc
 import logging
 import warnings
-from types import FrameType
 from typing import Any
 
 from torch.utils.data import DataLoader, RandomSampler
@@ -28,23 +27,18 @@ def warn_of_idle_gpus() -> None:
 
 @functools.cache
 def warn_of_unshared_loader() -> None:
-    """Name a loader that shuffles its whole dataset on every rank, if a function that is running uses one."""
-    frame = inspect.currentframe()
-    while frame is not None and current_job.get_data_parallel_rank() == 0:
-        for name, loader in _loaders_in(frame).items():
-            if type(getattr(loader.batch_sampler, "sampler", loader.sampler)) is RandomSampler:
-                dataset: Any = loader.dataset
-                text = (
-                    f"{name} shuffles all {len(dataset)} samples on every rank, so each rank trains on all of "
-                    "them. Divide them with ddpkit.make_loader() or a DistributedSampler. If the dataset is this "
-                    f"rank's share already: warnings.filterwarnings('ignore', '{name} shuffles')."
+    """Name the dataset of a loader, wherever the script keeps it, that shuffles it as a whole on every rank."""
+    if current_job.get_data_parallel_rank() != 0:
+        return
+    for loader in gc.get_objects():  # the variables of a frame would stay alive once they were looked at
+        if type(loader) is DataLoader:
+            sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
+            if type(sampler) is RandomSampler:
+                warnings.warn(
+                    f"A DataLoader shuffles all {len(sampler)} samples of {type(sampler.data_source).__name__} on "
+                    "every rank, so each rank trains on all of them. Divide them with ddpkit.make_loader() or a "
+                    "DistributedSampler. If the dataset is this rank's share already, ignore this: "
+                    "warnings.filterwarnings('ignore', 'A DataLoader shuffles').",
+                    stacklevel=2,
                 )
-                warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
                 return
-        frame = frame.f_back
-
-
-def _loaders_in(frame: FrameType) -> dict[str, DataLoader[Any]]:
-    """Return torch's loaders that a running function has in its variables or names, by their names in it."""
-    named = {**{name: frame.f_globals.get(name) for name in frame.f_code.co_names}, **frame.f_locals}
-    return {name: value for name, value in named.items() if type(value) is DataLoader}

@@ -6,7 +6,6 @@ import copy
 import functools
 import gc
 import itertools
-import logging
 import warnings
 import weakref
 from collections.abc import Callable
@@ -195,16 +194,6 @@ def test_one_process_keeps_the_model_itself(caplog):
         assert "'dp' is for 1 process on several GPUs; " in _message(DdpkitError, lambda: wrap_model(net, "dp"))
     assert "auto, ddp or dp, got 'fsdp'" in _message(ValueError, lambda: wrap_model(net, "fsdp"))
     assert "already wrapped" in _message(ValueError, lambda: wrap_model(DataParallel(net)))
-
-
-def test_one_process_with_several_gpus_is_pointed_at_torchrun(caplog, monkeypatch):
-    if not torch.accelerator.is_available():  # no GPUs here: say there are four, and let the model stay where it is
-        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-        monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
-        monkeypatch.setattr("ddpkit.job.current_job.get_device", lambda: torch.device("cpu"))
-        with caplog.at_level(logging.WARNING):
-            wrap_model(_net())
-        assert "torchrun --nproc_per_node=4" in caplog.text
 
 
 def test_unwrapping_goes_through_compile_and_parallel_wrappers_in_any_nesting():
