@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import resource
-import shutil
 import signal
 import sys
 import threading
@@ -414,7 +413,7 @@ def delete_the_folder(folder: str, moment: str) -> str:
 
     def delete() -> None:
         if ddpkit.get_rank() == 0:
-            shutil.rmtree(path)
+            path.rename(f"{path} deleted")  # at once, while rmtree may meet a file that is just being made
 
     def delete_in_the_middle(file: SummedFile) -> None:
         delete()
