@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from starting import Crew, on_one_device, several, wait_for
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 import ddpkit
 from ddpkit.collectives.digest import digest
@@ -233,6 +234,23 @@ def reduce_unwatched() -> list[float]:
 def test_without_the_check_the_host_does_not_wait_for_the_device(ranks_over_nccl: Crew) -> None:
     n = ranks_over_nccl.size
     assert ranks_over_nccl(reduce_unwatched) == [[(n - 1) / 2]] * n  # with gloo it would
+
+
+def count_copies_of_a_mean() -> tuple[int, int]:
+    """Return how often a mean of many losses and counts is copied from the device, and to it."""
+    device = ddpkit.get_device()
+    values = {f"{i}": torch.ones((), device=device, dtype=(torch.float32, torch.int64)[i % 2]) for i in range(32)}
+    ddpkit.all_reduce_mean(values)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        ddpkit.all_reduce_mean(values)
+        torch.cuda.synchronize()
+    names = [event.name for event in profiled.events()]
+    return sum("DtoH" in name for name in names), sum("HtoD" in name for name in names)
+
+
+@pytest.mark.cuda
+def test_a_mean_of_many_leaves_is_copied_once_each_way(several_ranks: Crew) -> None:
+    assert several_ranks(count_copies_of_a_mean) == [(1, 1)] * several_ranks.size
 
 
 def reduce_under_a_default_device() -> Any:
