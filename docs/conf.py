@@ -28,11 +28,19 @@ extensions = [
     "sphinx.ext.doctest",
     "sphinx.ext.intersphinx",
     "sphinx.ext.viewcode",
+    "sphinx_copybutton",
 ]
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"ddpkit {version}"
 html_show_sourcelink = False
+html_theme_options = {
+    "source_repository": "https://github.com/ddpkit/ddpkit",
+    "source_branch": "main",
+    "source_directory": "docs/",
+}
 html_static_path = ["_static"]
 html_css_files = ["reference.css", "landing.css"]
 
