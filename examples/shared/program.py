@@ -37,14 +37,18 @@ def user_error(about: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 @contextmanager
-def users_code(about: str) -> Iterator[None]:
-    """Make any error of the user's own code in a block one line, with the line of that code."""
+def users_code(about: str, remedy: str = "") -> Iterator[None]:
+    """Turn any error of the user's code in a block into a `UserError` that names the failing line of that code."""
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[:3][-1]  # behind this line and the block's
+        frames = traceback.extract_tb(error.__traceback__)[1:]  # without the line above
+        own = [frame for frame in frames[1:] if "site-packages" not in frame.filename]
+        place = (own or frames)[-1]
         raise UserError(
-            f"{about}: {type(error).__name__}: {error} (in {place.name}, {place.filename}, line {place.lineno})"
+            f"{about}: {type(error).__name__}: {error} (in {place.name}, {place.filename}, line {place.lineno}){remedy}"
         ) from error
 
 

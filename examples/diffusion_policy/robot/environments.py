@@ -15,10 +15,9 @@ import json
 import logging
 import math
 import os
-import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,7 +27,7 @@ import numpy as np
 import torch
 from gymnasium.envs.registration import EnvSpec
 from PIL import Image
-from shared.program import UserError, find_class, user_error
+from shared.program import UserError, find_class, user_error, users_code
 from tqdm import trange
 
 import ddpkit
@@ -116,29 +115,17 @@ class Arena:
         if self.env_id in EXPERTS:
             remedy += ", pip install -e '.[examples-robot]' in the repository"
         while len(self.envs) < count:
-            with self._named("cannot be made", f"{remedy}, or set experiment.rollout.enabled=false"):
+            with users_code(f"{self.env_id} cannot be made", f"{remedy}, or set experiment.rollout.enabled=false"):
                 self.envs.append(make_environment(self.env_id, self.horizon, self.picture_size))
 
     def _begin(self, env: gymnasium.Env, seed: int) -> Seen:
-        with self._named(f"fails in reset(seed={seed})"):
+        with users_code(f"{self.env_id} fails in reset(seed={seed})"):
             return self._see(env, env.reset(seed=seed)[0])
 
     def _step(self, env: gymnasium.Env, action: np.ndarray) -> tuple[Seen, bool, dict[str, Any]]:
-        with self._named("fails in step()"):
+        with users_code(f"{self.env_id} fails in step()"):
             found, _, terminated, truncated, info = env.step(action)
             return self._see(env, found), terminated or truncated, info
-
-    @contextmanager
-    def _named(self, doing: str, remedy: str = "") -> Iterator[None]:
-        """Name the environment, and the line, of whatever it raises."""
-        try:
-            yield
-        except UserError:
-            raise
-        except Exception as error:  # each environment fails in a way of its own
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            said = f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
-            raise UserError(f"{self.env_id} {doing}: {said}{remedy}") from error
 
     def _is_reached(self, info: dict[str, Any]) -> bool:
         for name in ("is_success", "success"):
@@ -168,18 +155,14 @@ class Arena:
 
     def _render(self, env: gymnasium.Env) -> np.ndarray:
         viewer = getattr(getattr(env.unwrapped, "mujoco_renderer", None), "viewer", None)
-        try:
+        remedy = "; if MuJoCo renders it, set MUJOCO_GL to egl, osmesa or glfw, whichever is installed"
+        with users_code(f"{self.env_id} cannot render here", remedy):
             if viewer is not None:
-                viewer.make_context_current()  # to close another's leaves none, and then all is black
+                viewer.make_context_current()  # closing another viewer leaves no context, and every picture black
             frame = Image.fromarray(env.render())
             if frame.size[::-1] != tuple(self.picture_size):
                 frame = frame.resize(self.picture_size[::-1])
             return np.asarray(frame)
-        except Exception as error:  # each way to render fails in a way of its own
-            raise UserError(
-                f"{self.env_id} cannot render here ({type(error).__name__}: {error}); if MuJoCo does it, set MUJOCO_GL "
-                "to egl, osmesa or glfw, whichever is installed"
-            ) from error
 
 
 def make_environment(env_id: str, horizon: int, picture_size: Sequence[int] | None) -> gymnasium.Env:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from shared.program import UserError, find_class, user_error
+from shared.program import UserError, find_class, user_error, users_code
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -25,7 +25,7 @@ def make_network(config: dict[str, Any], channels: int, observation: int) -> nn.
     name = config["algo.network.class"]
     if name is not None:
         make = find_class("algo.network.class", name)
-        with user_error(f"algo.network: cannot make {name}", TypeError, ValueError):
+        with users_code(f"algo.network: cannot make {name}"):
             return make(channels, observation, **config["algo.network.kwargs"])
     with user_error("algo.unet", ValueError):
         return UNet1D(
