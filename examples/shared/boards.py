@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +11,6 @@ from numpy.typing import NDArray
 
 import ddpkit
 from shared.program import user_error
-
-log = logging.getLogger("trainer")
 
 
 class Boards:
@@ -36,7 +32,7 @@ class Boards:
                 self.writer = SummaryWriter(tensorboard, purge_step=step + 1)
             if wandb is not None:
                 self.run = _begin_run(wandb, run_id)
-                run_id = self.run.id if self.run else run_id
+                run_id = self.run.id
         self.run_id: str | None = ddpkit.broadcast(run_id)
 
     def add(self, values: Mapping[str, float], step: int) -> None:
@@ -81,9 +77,6 @@ class Boards:
 
 
 def _begin_run(settings: Mapping[str, Any], run_id: str | None) -> Any:
-    if importlib.util.find_spec("wandb") is None:
-        log.warning("wandb is not installed, so nothing goes to Weights & Biases (pip install wandb)")
-        return None
     import wandb
 
     with user_error("cannot begin a run of Weights & Biases", wandb.Error):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import logging
 import re
@@ -69,6 +70,31 @@ def number(default: Any = REQUIRED, interval: str = "[0, inf)") -> Setting:
         return low <= value < high or (value == high and interval[-1] == "]")
 
     return Setting(f"a number in {interval}", fits, default)
+
+
+def folder_name(default: Any = REQUIRED) -> Setting:
+    def fits(value: Any) -> bool:
+        return text().fits(value) and value not in (".", "..") and not {"/", "\\"} & {*value}
+
+    return Setting("a text without / and \\, since it names a folder", fits, default)
+
+
+def class_or(*names: str) -> Setting:
+    """Take one of some names, or a class of the user's."""
+
+    def fits(value: Any) -> bool:
+        return value in names or re.fullmatch(r"[\w.]+:\w+", str(value)) is not None
+
+    return Setting(" or ".join([*names, "package.module:Class"]), fits)
+
+
+def use_wandb() -> Setting:
+    """Take true only where Weights & Biases is installed."""
+
+    def fits(value: Any) -> bool:
+        return value is False or (value is True and importlib.util.find_spec("wandb") is not None)
+
+    return Setting("false, or true if wandb is installed (pip install wandb)", fits, False)
 
 
 def choice(*values: Any, default: Any = None) -> Setting:

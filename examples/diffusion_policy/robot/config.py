@@ -5,7 +5,6 @@ Inside the program a setting is `config["train.batch_size"]`; in files it stands
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,11 @@ from shared.settings import (
     Setting,
     absent,
     choice,
+    class_or,
     count,
     fill_in,
     flag,
+    folder_name,
     many,
     number,
     or_null,
@@ -28,6 +29,7 @@ from shared.settings import (
     read_json,
     refuse,
     text,
+    use_wandb,
 )
 
 from .formats import RLDS
@@ -39,19 +41,11 @@ def is_text_or_texts(value: Any) -> bool:
     return text().fits(value) or many(text(), empty=False).fits(value)
 
 
-def is_name(value: Any) -> bool:
-    return text().fits(value) and value != ".." and Path(value).name == value
-
-
-def is_class(value: Any) -> bool:
-    return text().fits(value) and ":" in value
-
-
 _RGB = "observation.encoder.rgb."
 _RANDOMIZER = Setting("'CropRandomizer', alone and not in a list", lambda value: value == "CropRandomizer")
 SETTINGS = {
     "algo_name": choice("diffusion_policy"),
-    "experiment.name": Setting("a name without separators", is_name, "fetch_pick_and_place"),  # of a folder
+    "experiment.name": folder_name("fetch_pick_and_place"),
     "experiment.epoch_every_n_steps": count(250),  # optimiser steps in an epoch
     "experiment.check_replicas_every_n_steps": count(500),
     "experiment.validate": flag(False),  # the loss on episodes that are held out, after each epoch
@@ -69,7 +63,7 @@ SETTINGS = {
     "experiment.render_video": flag(True),  # one episode of each evaluation
     "experiment.logging.terminal_output_to_txt": flag(True),
     "experiment.logging.log_tb": flag(True),
-    "experiment.logging.log_wandb": flag(False),  # the key is the environment's WANDB_API_KEY
+    "experiment.logging.log_wandb": use_wandb(),  # the key is the environment's WANDB_API_KEY
     "experiment.logging.wandb_proj_name": or_null(text()),
     "train.data_path": Setting("a text or a list of texts", is_text_or_texts, ["data/fetch_pick_and_place"]),
     "train.sample_weights": or_null(many(number())),  # share of the samples by path; null: by their steps
@@ -105,7 +99,7 @@ SETTINGS = {
     "algo.horizon.observation_horizon": count(2),  # observations that the policy sees
     "algo.horizon.action_horizon": count(8),  # actions that are carried out before it looks again
     "algo.horizon.prediction_horizon": count(16),  # actions that it predicts
-    "algo.network.class": or_null(Setting("package.module:Class", is_class)),  # in place of the U-Net
+    "algo.network.class": or_null(class_or()),  # in place of the U-Net
     "algo.network.kwargs": Setting("a section of its arguments", lambda value: isinstance(value, dict), {}),
     "algo.unet.diffusion_step_embed_dim": Setting("an even number", lambda value: value in range(2, 2**20, 2), 32),
     "algo.unet.down_dims": many(count(), [32, 64], empty=False),
@@ -255,7 +249,5 @@ def _contradictions(config: Config) -> Iterable[str]:
         yield f"{_RGB}obs_randomizer_class CropRandomizer needs {kwargs}height and {kwargs}width"
     if config[f"{_CORE}backbone_class"] != "ResNet18Conv" and config[f"{_CORE}backbone_kwargs.width"] != 64:
         yield f"{_CORE}backbone_kwargs.width is for ResNet18Conv; others have 64 channels at first"
-    if config["experiment.logging.log_wandb"] and importlib.util.find_spec("wandb") is None:
-        yield "experiment.logging.log_wandb needs wandb, which is not installed: pip install wandb, or leave it out"
     if config["experiment.save.on_best_validation"] and not config["experiment.validate"]:
         yield "experiment.save.on_best_validation needs experiment.validate=true"

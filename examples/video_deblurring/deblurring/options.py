@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,11 @@ from shared.settings import (
     Table,
     absent,
     choice,
+    class_or,
     count,
     fill_in,
     flag,
+    folder_name,
     many,
     nested,
     number,
@@ -28,6 +29,7 @@ from shared.settings import (
     refuse,
     shown,
     text,
+    use_wandb,
 )
 
 from deblurring.clips import ROOT
@@ -37,19 +39,6 @@ Options = dict[str, Any]
 
 def is_tile(value: Any) -> bool:
     return value in (0, *range(32, 2**16, 2))
-
-
-def class_or(*names: str) -> Setting:
-    """Take one of some names, or the place of a class of the user's."""
-
-    def fits(value: Any) -> bool:
-        return value in names or re.fullmatch(r"[\w.]+:\w+", str(value)) is not None
-
-    return Setting(f"{', '.join(names)} or package.module:Class", fits)
-
-
-def is_name(value: Any) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"[^/\\]+", value) is not None and value not in (".", "..")
 
 
 def are_milestones(value: Any) -> bool:
@@ -141,7 +130,7 @@ _val = {
 }
 _logging = {
     "use_tensorboard": flag(True),
-    "use_wandb": flag(),
+    "use_wandb": use_wandb(),
     "wandb_project": or_null(text()),
     "wandb_entity": or_null(text()),
     "wandb_name": or_null(text()),
@@ -149,7 +138,7 @@ _logging = {
 }
 _SECTIONS = {
     "": {
-        "task": Setting("a text without / and \\, since it names a folder", is_name),
+        "task": folder_name(),
         "model": choice("vrt"),
         "gpu_ids": or_null(many(count(low=0))),
         "dist": flag(),

@@ -98,9 +98,12 @@ def test_values_get_the_type_of_their_setting(argument: str, value: object) -> N
         ("observation.encoder.rgb.size=[84]", "a height and a width"),
         ("train.sample_weights=[1, 2]", "a number for each of 1"),
         ("algo.optim_params.policy.learning_rate.epoch_schedule=[3]", "multistep, not cosine"),
-        ("experiment.name=../runs", 'experiment.name must be a name without separators, not "../runs"'),
-        ("experiment.name=a/b", "without separators"),
-        ("experiment.name=..", "without separators"),
+        (
+            "experiment.name=../runs",
+            'experiment.name must be a text without / and \\, since it names a folder, not "../runs"',
+        ),
+        ("experiment.name=a/b", "without / and \\"),
+        ("experiment.name=..", "without / and \\"),
         ("algo.network.class=mine.Net", 'algo.network.class must be package.module:Class, or null, not "mine.Net"'),
         ("--batch_size", "key=value"),
         ("load_from=/nowhere/x.json", "in /nowhere/x.json: [Errno 2] No such file"),
@@ -111,9 +114,11 @@ def test_what_is_wrong_is_said_with_what_would_be_right(argument: str, expected:
     assert expected in refusal(argument)
 
 
-def test_wandb_is_asked_for_only_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_needs_wandb_is_refused_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert "log_wandb needs wandb, which is not installed: pip" in refusal("experiment.logging.log_wandb=true")
+    assert "log_wandb must be false, or true if wandb is installed (pip install wandb)" in refusal(
+        "experiment.logging.log_wandb=true"
+    )
 
 
 def test_everything_wrong_is_said_at_once_with_where_it_stands(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ("train", 3, "train must be a section: {"),
         ("train__E_decay", 1.0, "train.E_decay must be a number in [0, 1), not 1.0"),
         ("train__E_decay", float("nan"), "train.E_decay must be a number in [0, 1), not NaN"),
-        ("train__G_lossfn_type", "l3", 'must be l1, l2, charbonnier or package.module:Class, not "l3"'),
+        ("train__G_lossfn_type", "l3", 'must be l1 or l2 or charbonnier or package.module:Class, not "l3"'),
         ("train__G_scheduler_milestones", [5, 3], "a list of growing numbers of iterations, not [5, 3]"),
         ("train__G_optimizer_betas", [0.9], "two numbers in [0, 1)"),
         ("datasets__train__gt_size", 15, "an even number of at least 8, not 15"),
@@ -88,7 +89,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ("task", "", "task must be a text"),
         ("scale", 2, "scale must be 1, not 2, with tiny_clip and with spikes"),
         ("scale", 5, "scale must be 1 or 2 or 3 or 4, not 5"),
-        ("netG__net_type", "VRT", 'netG.net_type must be tiny_clip, vrt, rvrt or package.module:Class, not "VRT"'),
+        ("netG__net_type", "VRT", 'netG.net_type must be tiny_clip or vrt or rvrt or package.module:Class, not "VRT"'),
         ("netG__depht", 2, "netG.depht is unknown"),
         ("netG", 3, "netG must be a section"),
         (
@@ -296,3 +297,10 @@ def test_secrets_are_hidden_where_options_are_shown_or_saved() -> None:
     with pytest.raises(UserError) as error:
         checked(logging__wandb_api_kye="s3cret", train__my_API_KEY="s3cret")
     assert "s3cret" not in str(error.value) and re.search("did you mean logging.wandb_api_key", str(error.value))
+
+
+def test_a_run_that_needs_wandb_is_refused_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="use_wandb must be false, or true if wandb is installed .pip install wandb."):
+        checked(logging__use_wandb=True)
+    assert not checked(logging__use_wandb=False)["logging"]["use_wandb"]
