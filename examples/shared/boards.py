@@ -14,10 +14,10 @@ from shared.program import user_error
 
 
 class Boards:
-    """Where a run's numbers and pictures go; the main process sends them. Collective.
+    """Log a run's numbers and pictures from the main process. Collective.
 
-    That is TensorBoard's folder, where what there is of steps after `step` is hidden, and Weights & Biases, which goes
-    on with the run of `run_id`; `wandb` is what `wandb.init` takes. Its key is the environment's `WANDB_API_KEY`.
+    They go to TensorBoard's folder, which hides its events after `step`, and to Weights & Biases, which resumes the run
+    `run_id`. `wandb` holds the arguments of `wandb.init`; the key comes from `WANDB_API_KEY`.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Boards:
             self.run.log({tag: wandb.Video(str(path)) for tag, path in films.items()}, step=step)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Flush and close both."""
         if self.writer:
             self.writer.close()
         if self.run:
@@ -79,5 +79,5 @@ class Boards:
 def _begin_run(settings: Mapping[str, Any], run_id: str | None) -> Any:
     import wandb
 
-    with user_error("cannot begin a run of Weights & Biases", wandb.Error):
+    with user_error("cannot start a run of Weights & Biases", wandb.Error):
         return wandb.init(**settings, id=run_id, resume="allow")

@@ -122,7 +122,7 @@ Runs = tuple[Path, dict[int, list[dict[str, str]]]]
 def runs(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Runs on one, two and three ranks; the folder above theirs, and what they printed by number of ranks and rank.
 
-    On two ranks `whole` trains for 12 iterations. `half` stops after 7 and goes on on three ranks, a copy of it on one.
+    On two ranks `whole` trains for 12 iterations. `half` stops after 7 and resumes on three ranks, a copy of it on one.
     """
     root = tmp_path_factory.mktemp("runs")
 
@@ -222,9 +222,9 @@ def test_two_ranks_give_what_one_gives(runs: Runs) -> None:
 @pytest.mark.parametrize(("folder", "ranks"), [("half", 3), ("half1", 1)])
 def test_a_run_goes_on_exactly_where_it_was_on_another_number_of_ranks(runs: Runs, folder: str, ranks: int) -> None:
     root, printed = runs
-    assert "period of the schedule: the first, so it ends at a high lr" in printed[2][0]["half"]
+    assert "period of the schedule, the first one, so training ends at a high lr" in printed[2][0]["half"]
     assert "period of the schedule" not in printed[2][0]["whole2"]
-    assert re.search(r"goes on after iteration 7 of 12, with .*/7_optimizerG.pth", printed[ranks][0][f"resumed{ranks}"])
+    assert re.search(r"resuming from iteration 7 of 12: .*/7_optimizerG.pth", printed[ranks][0][f"resumed{ranks}"])
     for letter in "GE":
         assert near(weights(root / folder, 12, letter), weights(root / "whole2", 12, letter))
     states = [ddpkit.Checkpointer(root).load(root / f / "tiny/models/12_optimizerG.pth") for f in (folder, "whole2")]
@@ -235,7 +235,7 @@ def test_a_run_goes_on_exactly_where_it_was_on_another_number_of_ranks(runs: Run
 
 def test_a_run_that_is_over_says_that_there_is_nothing_to_do(runs: Runs) -> None:
     said = runs[1][1][0]["shorter"]
-    assert re.search("nothing to do: .*/12_optimizerG.pth is of iteration 12 of 9", said) and "done" not in said
+    assert re.search("nothing to do: .*/12_optimizerG.pth is at iteration 12 of 9", said) and "done" not in said
 
 
 def test_a_run_goes_on_with_the_learning_rate_of_its_options(runs: Runs) -> None:
@@ -251,7 +251,7 @@ def test_what_has_been_set_free_moves_and_what_is_frozen_does_not(runs: Runs) ->
     for name, value in before.items():
         assert torch.equal(then[name], value) == name.startswith("body"), name
         assert not torch.equal(after[name], then[name]), name
-    assert "['body'] fixed until iteration 5" in printed[2][0]["frozen"]
+    assert "['body'] frozen until iteration 5" in printed[2][0]["frozen"]
 
 
 def test_batches_in_pieces_and_from_workers_are_the_same_batches(runs: Runs) -> None:
@@ -379,7 +379,7 @@ def test_each_process_reports_itself_and_only_the_first_says_more(runs: Runs) ->
 
 def test_a_secret_in_the_options_is_seen_nowhere(runs: Runs) -> None:
     root, printed = runs
-    assert "wandb_api_key is ignored: put the key into the environment" in printed[2][0]["whole2"]
+    assert "wandb_api_key is ignored: set the environment variable WANDB_API_KEY" in printed[2][0]["whole2"]
     assert "s3cret" not in printed[2][0]["whole2"]
     files = [path for path in (root / "whole2/tiny").rglob("*") if path.is_file()]
     assert not [path for path in files if b"s3cret" in path.read_bytes()]
@@ -436,7 +436,7 @@ def test_somebodys_network_trains_from_released_weights_and_is_tested_on_longer_
 
 
 def test_without_a_seed_a_run_goes_on_with_the_one_it_drew(runs: Runs) -> None:
-    assert "goes on after iteration 1 of 2" in runs[1][1][0]["unseeded2"]
+    assert "resuming from iteration 1 of 2" in runs[1][1][0]["unseeded2"]
 
 
 def test_what_cannot_be_done_is_said_once_and_all_ranks_end(runs: Runs, clips: Path, tmp_path: Path) -> None:
@@ -528,7 +528,7 @@ def test_what_cannot_be_done_is_said_once_and_all_ranks_end(runs: Runs, clips: P
         "infinite": (
             TRAIN,
             {"train__G_lossfn_weight": 1e300, "train__checkpoint_save": 1},
-            "no finite numbers since iteration 1, first on rank 0; nothing was saved",
+            "not finite since iteration 1, first on rank 0; nothing was saved",
         ),
         "damaged": (TRAIN, {"datasets__test__dataroot_gt": str(root / "damaged_GT")}, "cannot read .*_GT/x/000001.png"),
         "untrained": (TEST, {}, "there are no checkpoints in .*untrained/tiny/models and no path.pretrained_netG"),
@@ -576,7 +576,7 @@ def test_a_damaged_or_incomplete_newest_set_is_passed_over(runs: Runs, clips: Pa
     calls = [(program, video.write_options(tmp_path / f"{program[:9]}.json", opt)) for program in (TEST, TRAIN)]
     tested, trained = outputs(launch(1, calls))[0].values()
     assert "Cannot read" in tested and "10_E.pth" in tested and "testing" in tested and "models/5_E.pth" in tested
-    assert "goes on after iteration 5 of 6" in trained
+    assert "resuming from iteration 5 of 6" in trained
     assert near(weights(tmp_path / "kept", 5), weights(runs[0] / "whole2", 5))
 
 
@@ -627,7 +627,7 @@ def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on(runs: Runs, clips
     first, other = start(2, programs_until_signalled, [call])
     assert "== opt: exit status 138" in first.output
     assert "== opt: exit status 138" in other.output
-    (stopped,) = map(int, re.findall(r"stopped after iteration (\d+) of 12: the same command goes on", first.output))
+    (stopped,) = map(int, re.findall(r"stopped after iteration (\d+) of 12: the same command resumes", first.output))
     assert 5 <= stopped < 12
     assert (tmp_path / f"tiny/models/{stopped}_optimizerG.pth").is_file()
     outputs(launch(2, [call]))
