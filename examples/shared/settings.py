@@ -164,8 +164,8 @@ def fill_in(
 ) -> dict[str, Any]:
     """Merge layers of settings, flat or in sections, over the defaults; later layers override earlier ones.
 
-    Each layer is named by its source; values from the command line are strings. Aliases map prefixes of names to others.
-    One `UserError` lists all problems with their source, unknown names with the nearest match.
+    Each layer is named by its source; values from the command line are strings. Aliases map prefixes of names to
+    others. One `UserError` lists all problems with their source, unknown names with the nearest match.
     """
     known = {key: setting for key, setting in table.items() if not isinstance(setting, Absent)}
     settings = {key: copy.deepcopy(setting.default) for key, setting in known.items()}

@@ -4,8 +4,8 @@
     torchrun --nproc_per_node=2 main_test_vrt.py --opt options/vrt/006_train_vrt_videodeblurring_gopro_rgbspike.json
     python main_test_vrt.py --opt options/vrt/006_train_vrt_videodeblurring_gopro.json datasets.test.dataroot_lq=mine
 
-It loads the newest checkpoint of the task, else `path.pretrained_netE` or `path.pretrained_netG`, and prefers E to G. It
-prints PSNR and SSIM beside those of the blurred frames and of detail injection, which needs no training, and writes
+It loads the newest checkpoint of the task, else `path.pretrained_netE` or `path.pretrained_netG`, and prefers E to G.
+It prints PSNR and SSIM beside those of the blurred frames and of detail injection, which needs no training, and writes
 pictures, blurred | restored | sharp, to `images/<clip>/`. Without sharp frames, as in the last line, it writes every
 restored frame there: `mine/<clip>/<frame>.png` becomes `images/<clip>/<frame>_<iter>.png`.
 """

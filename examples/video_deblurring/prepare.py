@@ -3,8 +3,8 @@
     python prepare.py                    into trainsets/clips beside this program, where the option files look
     python prepare.py --root elsewhere   then name it as dataroot_* in the option file
 
-It takes some seconds and 60 MB; a second run does nothing. If you have the GoPro data set, or another one in its layout,
-you do not need it.
+It takes some seconds and 60 MB; a second run does nothing. If you have the GoPro data set, or another one in its
+layout, you do not need it.
 """
 
 from __future__ import annotations

@@ -171,7 +171,9 @@ ABSENT = (
     | absent("datasets.train.", _FILES, _FOUND)
     | absent("datasets.test.", _FILES, _FOUND)
     | absent("datasets.test.", "num_frame", "whole clips are tested", -1)
-    | absent("datasets.train.", "sigma_min sigma_max temporal_scale color_jitter", "for data sets that are not supported")
+    | absent(
+        "datasets.train.", "sigma_min sigma_max temporal_scale color_jitter", "for data sets that are not supported"
+    )
     | absent("datasets.test.", "sigma temporal_scale pad_sequence", "for data sets that are not supported")
     | absent("netG.", "init_type init_bn_type init_gain", "the network's own initialisation is used", "default")
     | absent("train.", "E_bn", "the average copies the buffers of G")

@@ -119,7 +119,7 @@ class News:
         self.batches += 1
 
     def tell(self, step: int) -> dict[str, float]:
-        """Return the mean loss, all ranks' images per second and the share of waiting since the last call. Collective."""
+        """Return mean loss, all ranks' images per second and share of waiting since the last call. Collective."""
         loss = float(self._loss) / (step - self._step)
         seconds = time.perf_counter() - self._begun
         loss, images, waited = ddpkit.all_reduce_mean((loss, self._images / seconds, self._waited / seconds))

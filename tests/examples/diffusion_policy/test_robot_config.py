@@ -150,7 +150,7 @@ def test_a_resumed_run_begins_with_its_own_settings(tmp_path: Path) -> None:
     assert (config["train.batch_size"], config["train.num_epochs"]) == (32, 7)
     assert "/nowhere is not the folder of a run" in refusal("train.resume=/nowhere")
     example = f"load_from={FOLDER / 'config.json'}"  # whose batch size would take the place of the run's
-    assert "leave out load_from" in refusal(example, f"train.resume={tmp_path}")
+    assert "remove load_from" in refusal(example, f"train.resume={tmp_path}")
 
 
 ORIGINAL = """
@@ -226,7 +226,12 @@ def test_what_droids_own_file_asks_for_ends_at_once_with_what_to_do(tmp_path: Pa
     given = dict(setting.split("=", 1) for setting in (DROID + DROID_TOO).split())
     file = write(tmp_path / "droid.json", nested({key: json.loads(value) for key, value in given.items()}))
     lines = refusal(file).splitlines()
-    remedies = ["convert them to LeRobot's format", "list them in train.data_path", "leave it out", "take VisualCore"]
+    remedies = [
+        "convert them to LeRobot's format",
+        "list data sets by path in train.data_path",
+        "remove it",
+        "set VisualCore",
+    ]
     remedies.append("must be 'CropRandomizer', alone and not in a list, or null")
     for setting, remedy in zip(DROID.split(), remedies, strict=True):
         key, value = setting.split("=")
@@ -235,4 +240,4 @@ def test_what_droids_own_file_asks_for_ends_at_once_with_what_to_do(tmp_path: Pa
     assert len(lines) == len(remedies)
     data = [{"path": "a.hdf5", "lang": "pick up the block"}, {"path": "b.hdf5", "weight": 2}]
     said = refusal(write(tmp_path / "language.json", {"train": {"data": data}}))
-    assert "train.data names lang, weight beside paths: weights belong into train.sample_weights" in said
+    assert "train.data has lang, weight beside paths: set weights in train.sample_weights" in said

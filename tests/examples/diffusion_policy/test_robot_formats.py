@@ -255,7 +255,9 @@ def test_a_replay_buffers_state_is_observed_if_nothing_is_named_or_its_arrays_ar
     assert index.entries.numbers == ("state",) and len(index.statistics.mean) == 3
     (tmp_path / "buffer.zarr" / "data" / "state").rename(tmp_path / "buffer.zarr" / "data" / "robot_eef_pose")
     path = str((tmp_path / "buffer.zarr").rename(tmp_path / "real.zarr"))
-    with pytest.raises(UserError, match="does not say what is observed: .* among action, goal, img, robot_eef_pose"):
+    with pytest.raises(
+        UserError, match="does not name its observations: .* to some of action, goal, img, robot_eef_pose"
+    ):
         scan(read_config([f"train.data_path={path}"]))
     only_pictures = read_config([f"train.data_path={path}", "observation.modalities.obs.rgb=[img]", *SMALL])
     index = scan(only_pictures)
@@ -319,9 +321,9 @@ def test_what_cannot_be_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
         given = f"observation.modalities.obs.{wanted}"
         with pytest.raises(UserError, match=f"has no {wanted.split('[')[1][:-1]}; it has .*robot0_eef_pos"):
             scan(read_config([f"train.data_path={written['path']}", given]))
-    with pytest.raises(UserError, match="episode demo_0 is broken: object holds no pictures"):
+    with pytest.raises(UserError, match="episode demo_0 is broken: object must hold pictures"):
         scan(read_config([f"train.data_path={written['path']}", "observation.modalities.obs.rgb=[object]"]))
-    with pytest.raises(UserError, match="language_raw holds no numbers: leave it out .there is no language"):
+    with pytest.raises(UserError, match="language_raw holds no numbers: remove it .language is not supported"):
         scan(read_config([f"train.data_path={written['path']}", "observation.modalities.obs.low_dim=[language_raw]"]))
     (tmp_path / "droid" / "1.0.1").mkdir(parents=True)
     (tmp_path / "droid" / "1.0.1" / "droid-train.tfrecord-00000-of-00001").touch()

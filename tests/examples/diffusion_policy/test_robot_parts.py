@@ -309,7 +309,7 @@ def test_encoders_take_torchvisions_names_and_tell_what_they_do_not_use(
         torch.equal(encoder.state_dict()["layer3.0.conv1.weight"], theirs["layer3.0.conv1.weight"])
         for encoder in policy.encoders
     )
-    assert "not used are bn1.running_mean, fc.weight" in caplog.text
+    assert "unused weights: bn1.running_mean, fc.weight" in caplog.text
     with pytest.raises(UserError, match=f"{core}weights: .*No such file"):
         load_encoders(policy, config | {f"{core}weights": "/nowhere.pth"})
 
@@ -521,7 +521,7 @@ def test_missing_or_unfitting_demonstrations_are_said(tmp_path: Path) -> None:
     write_shard(tmp_path / "b" / "episodes-0.npz", "FetchReach-v4", [other])
     differ = rf"in numbers of an observation: 3 in 1, as in {folder}, episode .*0.npz/0; 5 in 1, as in {tmp_path}/b, "
     with pytest.raises(
-        UserError, match=f"do not fit together: episodes differ {differ}.* Leave some out of train.data_path"
+        UserError, match=f"do not fit together: episodes differ {differ}.* Remove some from train.data_path"
     ):
         scan(settings_for([str(folder), str(tmp_path / "b")]))
     wanted = "observation.modalities.obs.low_dim=[robot0_eef_pos]"

@@ -469,12 +469,12 @@ def test_what_cannot_be_done_is_said_once_and_all_ranks_end(runs: Runs, clips: P
             TRAIN,
             {"netG": {"net_type": "somebodys.nets:Net", "width": 4, "depht": 2}},
             r"netG.net_type: somebodys.nets:Net\(width.*, depth.*\).*: got an unexpected keyword argument 'depht'; it "
-            r"gets all keys of netG, the option file's too: 'netG={.net_type.: .somebodys.nets:Net., …}' on the co",
+            r"gets all keys of netG, also from the option file: 'netG={.net_type.: .somebodys.nets:Net., …}' on the co",
         ),
         "loss": (
             TRAIN,
             {"train__G_lossfn_type": "somebodys.nets:Net"},
-            r"train.G_lossfn_type: somebodys.nets:Net\(width.*: missing a required argument: 'width'; it is made",
+            r"train.G_lossfn_type: somebodys.nets:Net\(width.*: missing a required argument: 'width'; it is called",
         ),
         "middle": (
             TRAIN,
@@ -517,7 +517,8 @@ def test_what_cannot_be_done_is_said_once_and_all_ranks_end(runs: Runs, clips: P
         "idle": (
             TRAIN,
             somebodys("Idle"),
-            "2 parameters of the network had no part in the loss, spare.weight, spare.bias: set find_unused_parameters",
+            "the loss does not depend on 2 parameters of the network, spare.weight, spare.bias: "
+            "set find_unused_parameters",
         ),
         "prefetch": (
             TRAIN,
