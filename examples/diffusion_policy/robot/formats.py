@@ -30,8 +30,8 @@ import numpy as np
 from shared.program import UserError
 
 RLDS = (
-    "RLDS and DROID's raw episodes are not supported: convert them to LeRobot's or robomimic's format, or use "
-    "lerobot/droid_1.0.1 on Hugging Face, and name the result in train.data_path"
+    "RLDS and DROID's raw episodes are not supported: convert them to LeRobot's format (Hugging Face has DROID as "
+    "lerobot/droid_1.0.1) or to robomimic's, and name the result in train.data_path"
 )
 
 

@@ -327,10 +327,10 @@ def test_what_cannot_be_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
         scan(read_config([f"train.data_path={written['path']}", "observation.modalities.obs.low_dim=[language_raw]"]))
     (tmp_path / "droid" / "1.0.1").mkdir(parents=True)
     (tmp_path / "droid" / "1.0.1" / "droid-train.tfrecord-00000-of-00001").touch()
-    with pytest.raises(UserError, match="droid holds TFRecords, but RLDS .* not read: convert them to LeRobot's"):
+    with pytest.raises(UserError, match="droid holds TFRecords, but RLDS .* not supported: convert them to LeRobot's"):
         scan(read_config([f"train.data_path={tmp_path}/droid"]))
     index = scan(read_config(arguments(write_replay_buffer(tmp_path, make_episodes()))))
-    with pytest.raises(UserError, match="name no environment .*experiment.rollout.enabled=false"):
+    with pytest.raises(UserError, match="name no environment: .*experiment.rollout.enabled=false"):
         train.try_environment(index)
     monkeypatch.setitem(__import__("sys").modules, "zarr", None)
     (tmp_path / "other.zarr").mkdir()
@@ -353,7 +353,7 @@ def lengthen(path: Path, entry: str, rows: int) -> None:
         ([6, 10, 15], {"goal": 9}, "episode 1 is broken: episode_ends says 10, goal has 9 rows"),
         ([6, 10, 15], {"action": 16}, "episode 2 is broken: episode_ends says 15, action has 16 rows"),
         ([6, 10, 15], {"img": 14}, "episode 2 is broken: episode_ends says 15, img has 14 rows"),
-        ([6, 6, 15], {}, "episode 1 is broken: .* as many steps of each, and at least one: 0 of state, 0 of goal"),
+        ([6, 6, 15], {}, "episode 1 is broken: .* same number of steps, at least one: 0 of state, 0 of goal"),
         ([10, 6, 15], {}, "buffer.zarr: meta/episode_ends must ascend, but 6 comes after 10"),
     ],
 )
@@ -409,7 +409,9 @@ def test_an_episode_without_actions_is_left_out_if_asked(tmp_path: Path, caplog:
     with h5py.File(written["path"], "a") as file:
         del file["data/demo_2/actions"]
         del file["data/demo_0/obs"]
-    with pytest.raises(UserError, match="demo_0, has no agentview_image, .*if others have it, set .*shard=skip"):
+    with pytest.raises(
+        UserError, match="demo_0, has no agentview_image, .*if other episodes have it, set .*shard=skip"
+    ):
         scan(read_config(arguments(written)))
     index = scan(read_config(arguments(written, "train.on_broken_shard=skip")))
     assert [episode.name for episode in index.folders[0]] == ["demo_1"]

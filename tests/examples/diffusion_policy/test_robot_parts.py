@@ -260,9 +260,11 @@ def test_a_network_of_the_users_takes_the_u_nets_place() -> None:
     assert type(policy.network) is Recurrent and policy.network.gru.hidden_size == 12
     batch = make_batch()
     assert policy(batch).shape == (6,) and policy.act(batch, batch["noise"]).shape == (6, 8, 4)
-    for wrong in ("nowhere:Recurrent", f"{__name__}:Nothing", ":"):
+    for wrong in ("nowhere:Recurrent", f"{__name__}:Nothing"):
         with pytest.raises(UserError, match=f"algo.network.class: cannot import {wrong}: "):
             make_policy(f"algo.network.class={wrong}")
+    with pytest.raises(UserError, match=r"cannot make .*:Recurrent: ValueError: .*in __init__, .*robot_parts.py, line"):
+        make_policy(f"algo.network.class={__name__}:Recurrent", 'algo.network.kwargs={"hidden": 0}')
     pair = make_policy("algo.network.class=somebodys.nets:NoiseAndStep")
     with pytest.raises(UserError, match=r"must return a tensor .*, here \(6, 16, 4\), but it returned a tuple"):
         pair(batch)
