@@ -1,29 +1,28 @@
-"""Trains a small convolutional network to read handwritten digits, on one process or on any number of ranks.
+"""Train a small convolutional network to read handwritten digits, on one process or on any number of ranks.
 
-The data are the 1,797 images of 8 x 8 pixels that come with scikit-learn; every fifth is kept for the test, 360 in all.
+The data are scikit-learn's 1,797 images of 8 x 8 pixels; every fifth, 360 in all, is for the test.
 
-On one process; on two; and on two that are started by hand, each in a shell of its own::
+On one process; on two; and on two started by hand, each in its own shell::
 
     python examples/digits.py
     torchrun --nproc_per_node=2 examples/digits.py
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=29500 python examples/digits.py
     RANK=1 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=29500 python examples/digits.py
 
-Ctrl-C, or a signal of a scheduler to any rank, saves and ends all of them after the same step. With `--resume` an
-interrupted run goes on in the middle of its epoch, also on another number of ranks; so torchrun may restart it. Watch
+After Ctrl-C, or a scheduler's signal to any rank, all ranks save and stop after the same step. With `--resume` an
+interrupted run resumes in the middle of its epoch, also on another number of ranks, so torchrun may restart it. Watch
 it with `tensorboard --logdir runs`::
 
     torchrun --nproc_per_node=2 --max-restarts=3 examples/digits.py --resume
 
-With `--deterministic` the weights are the same to the last bit on any number of ranks, also when that changes in
-between; the last line is their SHA-256::
+With `--deterministic` the weights are bit-identical on any number of ranks, even if that changes during the run; the
+last line is their SHA-256::
 
     python examples/digits.py --deterministic
     torchrun --nproc_per_node=3 examples/digits.py --deterministic
 
-What to expect: 356 of the 360 test images (98.9 %) read right after 20 epochs, on 1, 2 or 3 ranks alike, since together
-they take the same batches of 96. On one CPU core that takes about 10 seconds, start-up included; so small a task gains
-nothing from more.
+What to expect: 356 of the 360 test images (98.9 %) are correct after 20 epochs, on 1, 2 or 3 ranks, which together take
+the same batches of 96. One CPU core needs about 10 seconds, start-up included; more cores do not help so small a task.
 """
 
 from __future__ import annotations
@@ -55,23 +54,21 @@ def read_settings() -> argparse.Namespace:
     add("--keep", default="global", choices=["global", "per_rank"], help="whose batch has that size on several ranks")
     add("--accumulate", type=int, default=1, help="micro-batches per optimiser step")
     add("--deterministic", action="store_true", help="the same bits on any number of ranks: 8 micro-batches a step")
-    add("--lr", type=float, default=3e-3, help="learning rate that suits the batch size")
+    add("--lr", type=float, default=3e-3, help="learning rate for the batch size")
     add("--warm-up", type=float, default=1.0, help="epochs until the learning rate is reached; then it falls to 0")
     add("--seed", type=int, default=0, help="of the weights and the order of the samples")
     add("--folder", type=Path, default=Path("runs/digits"), help="for checkpoints and TensorBoard")
     add("--save-every", type=int, default=50, help="optimiser steps between checkpoints")
     add("--stop-after", type=int, help="optimiser step after which to save and stop, before a time limit for example")
-    add("--resume", action="store_true", help="go on from the last checkpoint in the folder, if there is one")
+    add("--resume", action="store_true", help="resume from the last checkpoint in the folder, if there is one")
     args = parser.parse_args()
     if args.deterministic and (args.keep, args.accumulate) != ("global", 1):
-        parser.error(
-            "--deterministic has a global batch and micro-batches of its own: leave out --keep and --accumulate"
-        )
+        parser.error("--deterministic sets a global batch and its micro-batches: remove --keep and --accumulate")
     return args
 
 
 def load_data() -> tuple[TensorDataset, TensorDataset]:
-    """Training and test set: images of shape (1, 8, 8) with values in [0, 1], and labels from 0 to 9."""
+    """Return the training and test set: images of shape (1, 8, 8) in [0, 1], and labels from 0 to 9."""
     pixels, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
     images = pixels.float().view(-1, 1, 8, 8) / 16
     test = torch.arange(len(labels)) % 5 == 0
@@ -79,7 +76,7 @@ def load_data() -> tuple[TensorDataset, TensorDataset]:
 
 
 def make_model() -> nn.Module:
-    """Normalises by group, not by batch: what the model makes of a sample must not depend on who shares its rank."""
+    """Make a network with GroupNorm: with BatchNorm, outputs would depend on the other samples of the rank."""
 
     def block(inputs: int, outputs: int) -> list[nn.Module]:
         return [nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(4, outputs), nn.ReLU()]
@@ -96,14 +93,14 @@ def sum_losses(model: nn.Module, images: Tensor, labels: Tensor, job: ddpkit.Con
 
 @torch.no_grad()
 def count_correct(model: nn.Module, loader: DataLoader, device: torch.device) -> int:
-    """Counts over the whole test set, of which every rank holds a share without padding. Collective."""
+    """Count correct answers over the test set, of which every rank holds a share without padding. Collective."""
     model = ddpkit.unwrap_model(model).eval()  # ranks may differ in their number of batches, and DDP's forward may wait
     correct = [(model(images.to(device)).argmax(1).cpu() == labels).sum().item() for images, labels in loader]
     return ddpkit.all_reduce(sum(correct))
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """SHA-256 of the weights and of what the optimizer keeps."""
+    """Return the SHA-256 of the weights and of the optimizer's state."""
     tensors = list(ddpkit.unwrap_model(model).state_dict().values())
     for kept in optimizer.state_dict()["state"].values():
         tensors += kept.values()
@@ -139,7 +136,7 @@ def main(args: argparse.Namespace, job: ddpkit.Context, stop: ddpkit.Stop) -> No
     saved = checkpoints.load_latest(**state) if args.resume else None
     step = saved["step"] if saved else 0
     if args.resume:
-        log.info(f"resumed after step {step} of {steps}" if saved else "nothing to resume: starting anew")
+        log.info(f"resumed after step {step} of {steps}" if saved else "nothing to resume: starting from step 0")
 
     writer = SummaryWriter(args.folder, purge_step=step) if ddpkit.is_main_process() else None
     no_bar = None if writer else True  # None: a bar if there is a terminal
@@ -161,7 +158,7 @@ def main(args: argparse.Namespace, job: ddpkit.Context, stop: ddpkit.Stop) -> No
                 loss_sum, samples, in_step = loss_sum + loss.detach(), samples + len(labels), in_step + len(labels)
                 if not complete:
                     continue
-                ddpkit.global_mean(model, in_step)  # makes the sums of all ranks and micro-batches one mean
+                ddpkit.global_mean(model, in_step)  # turns the sums of all ranks and micro-batches into one mean
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
@@ -171,11 +168,11 @@ def main(args: argparse.Namespace, job: ddpkit.Context, stop: ddpkit.Stop) -> No
             if leaves or step % args.save_every == 0 or step == steps:
                 checkpoints.save(step, **state)
             if leaves:
-                log.info("stopped after step %d, in epoch %d; go on with --resume", step, epoch)
+                log.info("stopped after step %d, in epoch %d; resume with --resume", step, epoch)
                 return
 
         loss_sum, samples = ddpkit.all_reduce((loss_sum.item(), samples))
-        loss = loss_sum / max(samples, 1)  # resumed at the very end of an epoch, there is none
+        loss = loss_sum / max(samples, 1)  # 0 samples if resumed at the very end of an epoch
         correct = count_correct(model, test_loader, job.device)
         log.info("epoch %d: training loss %.4f, test: %d of %d right", epoch, loss, correct, len(test))
         if writer and samples:

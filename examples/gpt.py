@@ -1,17 +1,17 @@
-"""Trains a small GPT to write like Python's manual: on one process, or on any number of ranks with DDP or FSDP2.
+"""Train a small GPT to write like Python's manual: on one process, or on any number of ranks with DDP or FSDP2.
 
-The text is that of Python's own `help()` pages, byte by byte; the last tenth is kept for validation. On one process; on
-two, of which each holds the model, or a part of every tensor; and to the same bits on any number::
+The text is that of Python's `help()` pages, byte by byte; the last tenth is for validation. On one process; on two that
+each hold the model, or a part of every tensor; and with the same bits on any number::
 
     python examples/gpt.py
     torchrun --nproc_per_node=2 examples/gpt.py
     torchrun --nproc_per_node=2 examples/gpt.py --parallel fsdp
     torchrun --nproc_per_node=3 examples/gpt.py --deterministic
 
-Ctrl-C, or a signal of a scheduler to any rank, saves and ends all of them after the same step. With `--resume` an
-interrupted run goes on in the middle of its epoch, also on another number of ranks and from DDP to FSDP2 or back. What
-to expect: after 2,184 steps, 3 minutes of a CPU core, a validation loss of 1.37 nats a byte, the same but for rounding
-however it is distributed, and text in the manual's layout of which many words are words.
+After Ctrl-C, or a scheduler's signal to any rank, all ranks save and stop after the same step. With `--resume` an
+interrupted run resumes in the middle of its epoch, also on another number of ranks and from DDP to FSDP2 or back. What
+to expect: after 2,184 steps, 3 minutes on a CPU core, a validation loss of 1.37 nats per byte, equal up to rounding on
+any number of ranks, and text in the manual's layout with many real words.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ log = logging.getLogger("gpt")
 def read_settings() -> argparse.Namespace:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--parallel", default="ddp", choices=["ddp", "fsdp"], help="each rank holds the model, or a part of it")
+    add("--parallel", default="ddp", choices=["ddp", "fsdp"], help="replicate the model on each rank, or shard it")
     add("--layers", type=int, default=4, help="blocks of attention and MLP")
     add("--width", type=int, default=128, help="features per byte, 32 for each attention head")
     add("--context", type=int, default=64, help="bytes that the model sees at a time")
     add("--epochs", type=int, default=4, help="passes over the training text")
     add("--batch-size", type=int, default=12, help="windows of text per optimiser step, over all ranks")
     add("--accumulate", type=int, default=1, help="micro-batches per optimiser step")
-    add("--lr", type=float, default=3e-3, help="learning rate after the warm-up; from there a cosine to a tenth of it")
+    add("--lr", type=float, default=3e-3, help="learning rate after the warm-up; then a cosine to a tenth of it")
     add("--warm-up", type=int, default=100, help="optimiser steps until the learning rate is reached")
     add("--deterministic", action="store_true", help="the same bits on any number of ranks: 6 micro-batches a step")
     add("--bf16", action="store_true", help="multiply matrices in bfloat16")
@@ -53,13 +53,13 @@ def read_settings() -> argparse.Namespace:
     add("--log-every", type=int, default=100, help="optimiser steps between lines with the loss")
     add("--save-every", type=int, default=500, help="optimiser steps between checkpoints")
     add("--stop-after", type=int, help="optimiser step after which to save and stop, before a time limit for example")
-    add("--resume", action="store_true", help="go on from the last checkpoint in the folder, if there is one")
+    add("--resume", action="store_true", help="resume from the last checkpoint in the folder, if there is one")
     add("--generate", type=int, default=400, help="bytes of text to generate at the end")
     return parser.parse_args()
 
 
 def load_data(context: int, batch_size: int) -> tuple[Tensor, Tensor]:
-    """Training and validation set: windows of `context` bytes and the one after them, enough to fill whole batches."""
+    """Return the training and validation set: windows of `context` bytes and the next one, in whole batches."""
     text = "\n\n".join(topics[name] for name in sorted(topics))
     data = torch.tensor(list(text.encode()))
     windows = data.unfold(0, context + 1, context)
@@ -105,7 +105,7 @@ class GPT(nn.Module):
 
 
 def distribute(model: GPT, parallel: str, job: ddpkit.Context) -> nn.Module:
-    """The whole model on each rank, or a part of every tensor, gathered block by block as needed. Collective."""
+    """Replicate the model on each rank, or shard every tensor and gather it block by block. Collective."""
     if parallel == "ddp" or job.backend is None:  # without a launcher there is no group to shard over
         return ddpkit.wrap_model(model)
     mesh = init_device_mesh(job.device.type, (job.world_size,))
@@ -115,7 +115,7 @@ def distribute(model: GPT, parallel: str, job: ddpkit.Context) -> nn.Module:
 
 
 def sum_losses(model: nn.Module, windows: Tensor, args: argparse.Namespace) -> Tensor:
-    """Sum of the losses, in nats, of what the model expects after each byte."""
+    """Return the sum of the losses, in nats, of the predictions after each byte."""
     windows = windows.to(ddpkit.get_device())
     with torch.autocast(windows.device.type, torch.bfloat16, enabled=args.bf16):
         logits = model(windows[:, :-1])
@@ -123,7 +123,7 @@ def sum_losses(model: nn.Module, windows: Tensor, args: argparse.Namespace) -> T
 
 
 def train_on(model: nn.Module, windows: Tensor, size: float, args: argparse.Namespace) -> Tensor:
-    """Adds the gradients of windows, of which the mean over `size` bytes is to be; returns the sum of their losses."""
+    """Add the gradients of windows to a mean over `size` bytes; return the sum of their losses."""
     loss = sum_losses(model, windows, args)
     (loss / size).backward()
     return loss.detach()
@@ -131,7 +131,7 @@ def train_on(model: nn.Module, windows: Tensor, size: float, args: argparse.Name
 
 @torch.no_grad()
 def validate(model: nn.Module, data: Tensor, args: argparse.Namespace) -> float:
-    """Mean loss over all bytes, of which each rank reads its share once. Collective."""
+    """Return the mean loss over all bytes, of which each rank reads its share once. Collective."""
     loader = ddpkit.make_loader(data, args.batch_size // ddpkit.get_world_size(), train=False)
     losses = [sum_losses(model, windows, args).item() for windows in loader]
     return ddpkit.all_reduce(sum(losses)) / data[:, 1:].numel()
@@ -139,12 +139,12 @@ def validate(model: nn.Module, data: Tensor, args: argparse.Namespace) -> float:
 
 @torch.no_grad()
 def generate(model: nn.Module, args: argparse.Namespace) -> str:
-    """Draws one byte after another; all ranks draw the same. Collective."""
+    """Sample one byte after another; all ranks draw the same. Collective."""
     generator = torch.Generator().manual_seed(args.seed)
     text = torch.tensor([list(b"The ")])
     for _ in range(args.generate):
         logits = model(text[:, -args.context :].to(ddpkit.get_device()))
-        chances = torch.softmax(logits[0, -1].cpu() / 0.8, dim=0)  # 0.8: what is likely becomes likelier
+        chances = torch.softmax(logits[0, -1].cpu() / 0.8, dim=0)  # temperature 0.8
         drawn = torch.multinomial(chances, 1, generator=generator)
         text = torch.cat([text, drawn[None]], dim=1)
     return bytes(text[0].tolist()).decode(errors="replace")
@@ -199,7 +199,7 @@ def main(args: argparse.Namespace, job: ddpkit.Context, stop: ddpkit.Stop) -> No
             if leaves or step % args.save_every == 0 or step == steps:
                 checkpoints.save(step, **state)
             if leaves:
-                log.info("stopped after step %d; go on with --resume", step)
+                log.info("stopped after step %d; resume with --resume", step)
                 return
         log.info("epoch %d: validation loss %.4f", epoch, validate(model, valid, args))
     log.info("%s", generate(model, args))
@@ -210,7 +210,7 @@ if __name__ == "__main__":
     handler.addFilter(ddpkit.RankFilter())  # the main process speaks for all; warnings come from every rank
     logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[handler])
     settings = read_settings()
-    threads = 1 if settings.deterministic else None  # another number has other bits
+    threads = 1 if settings.deterministic else None  # the number of threads changes the bits
     with ddpkit.distributed(num_threads=threads) as context, ddpkit.stopping() as stop:
         main(settings, context, stop)
     sys.exit(stop.exit_code)

@@ -1,1 +1,1 @@
-"""What the trainers share: how they read settings, and how they begin and end."""
+"""Shared by the trainers: settings, logging, start and end."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,14 +12,12 @@ from numpy.typing import NDArray
 import ddpkit
 from shared.program import user_error
 
-log = logging.getLogger("trainer")
-
 
 class Boards:
-    """Where a run's numbers and pictures go; the main process sends them. Collective.
+    """Log a run's numbers and pictures from the main process. Collective.
 
-    That is TensorBoard's folder, where what there is of steps after `step` is hidden, and Weights & Biases, which goes
-    on with the run of `run_id`; `wandb` is what `wandb.init` takes. Its key is the environment's `WANDB_API_KEY`.
+    They go to TensorBoard's folder, which hides its events after `step`, and to Weights & Biases, which resumes the run
+    `run_id`. `wandb` holds the arguments of `wandb.init`; the key comes from `WANDB_API_KEY`.
     """
 
     def __init__(
@@ -36,7 +32,7 @@ class Boards:
                 self.writer = SummaryWriter(tensorboard, purge_step=step + 1)
             if wandb is not None:
                 self.run = _begin_run(wandb, run_id)
-                run_id = self.run.id if self.run else run_id
+                run_id = self.run.id
         self.run_id: str | None = ddpkit.broadcast(run_id)
 
     def add(self, values: Mapping[str, float], step: int) -> None:
@@ -73,7 +69,7 @@ class Boards:
             self.run.log({tag: wandb.Video(str(path)) for tag, path in films.items()}, step=step)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Flush and close both."""
         if self.writer:
             self.writer.close()
         if self.run:
@@ -81,10 +77,7 @@ class Boards:
 
 
 def _begin_run(settings: Mapping[str, Any], run_id: str | None) -> Any:
-    if importlib.util.find_spec("wandb") is None:
-        log.warning("wandb is not installed, so nothing goes to Weights & Biases (pip install wandb)")
-        return None
     import wandb
 
-    with user_error("cannot begin a run of Weights & Biases", wandb.Error):
+    with user_error("cannot start a run of Weights & Biases", wandb.Error):
         return wandb.init(**settings, id=run_id, resume="allow")

@@ -1,4 +1,4 @@
-"""Begin and end a trainer: log with the time and, however it ends, say why in one message of all ranks."""
+"""Start and end a trainer: log with timestamps, and report the end of a run once for all ranks."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ NO_STEP = 2**62
 
 
 class UserError(Exception):
-    """What a user can put right: it says what was expected, what was found and what to do."""
+    """An error that the user can fix: it says what was expected, what was found and what to do."""
 
 
 @contextmanager
 def user_error(about: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Make errors of some kinds in a block, or in a function that this decorates, the user's."""
+    """Turn errors of some kinds, in a block or a decorated function, into a `UserError`."""
     try:
         yield
     except kinds as error:
@@ -37,14 +37,18 @@ def user_error(about: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 @contextmanager
-def users_code(about: str) -> Iterator[None]:
-    """Make any error of the user's own code in a block one line, with the line of that code."""
+def users_code(about: str, remedy: str = "") -> Iterator[None]:
+    """Turn any error of the user's code in a block into a `UserError` that names the failing line of that code."""
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[:3][-1]  # behind this line and the block's
+        frames = traceback.extract_tb(error.__traceback__)[1:]  # without the line above
+        own = [frame for frame in frames[1:] if "site-packages" not in frame.filename]
+        place = (own or frames)[-1]
         raise UserError(
-            f"{about}: {type(error).__name__}: {error} (in {place.name}, {place.filename}, line {place.lineno})"
+            f"{about}: {type(error).__name__}: {error} (in {place.name}, {place.filename}, line {place.lineno}){remedy}"
         ) from error
 
 
@@ -52,7 +56,7 @@ EXPECTED = (UserError, ddpkit.CheckpointError)
 
 
 def find_class(setting: str, name: str) -> Callable[..., Any]:
-    """Import a class of the user's, "package.module:Class", from the folder in which the program was started, too."""
+    """Import a class of the user's, "package.module:Class", also from the current folder."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     module, _, kind = name.partition(":")
@@ -67,7 +71,7 @@ def find_class(setting: str, name: str) -> Callable[..., Any]:
 
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Let a model evaluate in a block: no dropout, BatchNorm by its running statistics; then each part as it was."""
+    """Put a model into evaluation mode for a block, then restore the mode of each module."""
     former = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -92,7 +96,7 @@ def check_tensor(setting: str, found: object) -> None:
 
 
 def without_gradient(model: torch.nn.Module) -> list[str]:
-    """Name the parameters that a step's backward has not reached, but should have: DDP would wait for them."""
+    """List the trainable parameters without a gradient after a backward pass: DDP would wait for them."""
     return [name for name, weights in model.named_parameters() if weights.requires_grad and weights.grad is None]
 
 
@@ -106,29 +110,28 @@ def check_shape(setting: str, found: object, expected: Sequence[int], names: str
 
 
 class Parser(argparse.ArgumentParser):
-    """Read a command line, passing over what launchers add to it: the environment says it, too."""
+    """Parse a command line, ignoring arguments that launchers add: the environment has the same values."""
 
     def __init__(self, description: str) -> None:
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
         self.add_argument("--local-rank", "--local_rank", "--launcher", "--dist", help=argparse.SUPPRESS)
 
     def error(self, message: str) -> NoReturn:
-        """Raise what is wrong, so that several ranks say it once."""
+        """Raise instead of exiting, so that the error is reported once for all ranks."""
         raise UserError(f"{message}\n{self.format_usage().rstrip()}")
 
     def print_help(self, file: Any = None) -> None:
-        """Print it on rank 0, for all."""
+        """Print the help on rank 0 only."""
         if ddpkit.is_main_process():
             super().print_help(file)
 
 
 @contextmanager
 def one_message(formatter: logging.Formatter = FORMAT) -> Iterator[None]:
-    """Run a trainer as one rank; however it ends, all ranks together say why once and exit alike.
+    """Run a trainer on this rank; report its end once for all ranks, which exit with the same status.
 
-    `ddpkit.distributed()` belongs inside, so that all ranks hear of an error that leaves it. The exit status is 2
-    after what a user can put right, 130 after Ctrl-C, and 1 after any other error, whose traceback is shown by the
-    rank that met it.
+    Enter `ddpkit.distributed()` inside, so that all ranks learn of an error. The exit status is 2 after an error that
+    the user can fix, 130 after Ctrl-C, and 1 after any other error, whose traceback the failing rank shows.
     """
     console = logging.StreamHandler()
     console.setFormatter(formatter)
@@ -154,12 +157,12 @@ def one_message(formatter: logging.Formatter = FORMAT) -> Iterator[None]:
 
 
 def _is_no_news_of_peers(record: logging.LogRecord) -> bool:
-    """Leave out what ddpkit says on every rank when another has failed: it is said once, at the end."""
+    """Drop ddpkit's report of another rank's failure, which every rank logs: the end reports it once."""
     return record.levelno != logging.ERROR or not record.name.startswith("ddpkit.")
 
 
 def _say_for(error: ddpkit.PeerError) -> int:
-    """Say what has ended another rank, unless that rank has said it; return the exit status."""
+    """Report another rank's failure, unless that rank has reported it; return the exit status."""
     if error.error_type == KeyboardInterrupt.__name__:
         return _say("interrupted", status=130)
     if error.error_type in [kind.__name__ for kind in EXPECTED]:
@@ -175,19 +178,19 @@ def _say(text: str, *, status: int, speaker: int = 0, everywhere: bool = False) 
 
 
 def _plain(error: object) -> str:
-    """Take an error's text out of the traceback of the loading process that it comes from."""
+    """Extract an error's message from the traceback of a loading process."""
     return str(error).rpartition(f"{UserError.__name__}: ")[2].strip()
 
 
 def _leave_no_traceback() -> None:
-    """Keep torchrun's report short: what there is to say has been said."""
+    """Keep torchrun's report short: the error has been reported."""
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if report:
         Path(report).unlink(missing_ok=True)
 
 
 def log_to(path: Path) -> None:
-    """Write what rank 0 logs to a file, too, until the program ends."""
+    """Also write rank 0's log to a file, until the program ends."""
     if ddpkit.is_main_process():
         handler = logging.FileHandler(path)
         handler.setFormatter(FORMAT)
@@ -203,9 +206,9 @@ def _close_log_files() -> None:
 
 
 def stop_if_not_finite(first_bad: torch.Tensor, step: int, model: torch.nn.Module, advice: str) -> None:
-    """Raise on every rank if a loss or the weights are no finite numbers any more after a step. Collective.
+    """Raise on every rank if a loss or weights are not finite after a step. Collective.
 
-    `first_bad` is the first step, from 1, in which this rank has met such a loss, or `NO_STEP`.
+    `first_bad` is the first step, counted from 1, with such a loss on this rank, or `NO_STEP`.
     """
     first = int(first_bad)
     if not all(weights.isfinite().all() for weights in model.parameters()):
@@ -214,6 +217,6 @@ def stop_if_not_finite(first_bad: torch.Tensor, step: int, model: torch.nn.Modul
     first = min(firsts)
     if first < NO_STEP:
         raise UserError(
-            f"loss or weights are no finite numbers since iteration {first}, first on rank {firsts.index(first)}; "
+            f"loss or weights are not finite since iteration {first}, first on rank {firsts.index(first)}; "
             f"nothing was saved after it: {advice}"
         )

@@ -1,8 +1,9 @@
-"""Read settings: a table says what each may be; a JSON file and then `key=value` arguments say what it is."""
+"""Read settings from a JSON file and `key=value` arguments, and check them against a table."""
 
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import logging
 import re
@@ -23,7 +24,7 @@ _TEXT_OR_COMMENT = re.compile(r'("(?:\\.|[^"\\\n])*")|//[^\n]*')
 
 @dataclass(frozen=True)
 class Setting:
-    """What a setting may be, in words and as a function, and its default."""
+    """The values that a setting may have, in words and as a function, and its default."""
 
     expected: str
     fits: Callable[[Any], bool]
@@ -31,24 +32,24 @@ class Setting:
 
 
 class Absent(Setting):
-    """A setting of the original without a meaning here: the reason in place of what is expected."""
+    """A setting of the original that has no meaning here; `expected` holds the reason."""
 
 
 class Refused(Absent):
-    """One that asks for what cannot be left out in silence: what is missing and what to do in place of the reason."""
+    """A setting of the original that is not supported; `expected` says what is missing and what to do."""
 
 
-Table = Mapping[str, Setting]  # by dotted name, as everything here
+Table = Mapping[str, Setting]  # by dotted name
 
 
 def absent(section: str, names: str, reason: str, *neutral: Any, kind: type[Absent] = Absent) -> dict[str, Setting]:
-    """Take settings of a section that have no meaning here; the neutral values ask for nothing."""
+    """Make entries for settings without a meaning here; neutral values are accepted silently."""
     setting = kind(reason, lambda value: value in (None, False, *neutral))
     return {f"{section}{name}": setting for name in names.split()}
 
 
 def text(default: Any = REQUIRED) -> Setting:
-    return Setting("a text", lambda value: isinstance(value, str) and value != "", default)
+    return Setting("a string", lambda value: isinstance(value, str) and value != "", default)
 
 
 def flag(default: bool = False) -> Setting:
@@ -56,11 +57,11 @@ def flag(default: bool = False) -> Setting:
 
 
 def count(default: Any = REQUIRED, low: int = 1) -> Setting:
-    return Setting(f"a whole number of at least {low}", lambda value: type(value) is int and value >= low, default)
+    return Setting(f"an integer of at least {low}", lambda value: type(value) is int and value >= low, default)
 
 
 def number(default: Any = REQUIRED, interval: str = "[0, inf)") -> Setting:
-    """Take a number of an interval, in which ( and ) leave out their end."""
+    """Accept a number in an interval, such as "(0, 1]"."""
     low, high = map(float, interval[1:-1].split(","))
 
     def fits(value: Any) -> bool:
@@ -71,8 +72,33 @@ def number(default: Any = REQUIRED, interval: str = "[0, inf)") -> Setting:
     return Setting(f"a number in {interval}", fits, default)
 
 
+def folder_name(default: Any = REQUIRED) -> Setting:
+    def fits(value: Any) -> bool:
+        return text().fits(value) and value not in (".", "..") and not {"/", "\\"} & {*value}
+
+    return Setting("a string without / and \\, since it names a folder", fits, default)
+
+
+def class_or(*names: str) -> Setting:
+    """Accept one of some names, or a class of the user's."""
+
+    def fits(value: Any) -> bool:
+        return value in names or re.fullmatch(r"[\w.]+:\w+", str(value)) is not None
+
+    return Setting(" or ".join([*names, "package.module:Class"]), fits)
+
+
+def use_wandb() -> Setting:
+    """Accept true only if Weights & Biases is installed."""
+
+    def fits(value: Any) -> bool:
+        return value is False or (value is True and importlib.util.find_spec("wandb") is not None)
+
+    return Setting("false, or true if wandb is installed (pip install wandb)", fits, False)
+
+
 def choice(*values: Any, default: Any = None) -> Setting:
-    """Take one of some values; the first is the default, if no other is given."""
+    """Accept one of some values; the first is the default, unless another is given."""
     expected = " or ".join(map(repr, values))
     return Setting(expected, lambda value: value in values, values[0] if default is None else default)
 
@@ -84,7 +110,7 @@ def many(one: Setting, default: Any = REQUIRED, empty: bool = True) -> Setting:
         return all(map(one.fits, value))
 
     some = "" if empty else ", not empty"
-    return Setting(f"a list{some}, each of it {one.expected}", fits, default)
+    return Setting(f"a list{some}, each item {one.expected}", fits, default)
 
 
 def pair(expected: str, one: Setting, default: Any = REQUIRED) -> Setting:
@@ -103,7 +129,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 
 def parse(source: str, name: str) -> dict[str, Any]:
-    """Read JSON with `//` comments; what looks like one inside a text is left alone."""
+    """Parse JSON with `//` comments; `//` inside a string is kept."""
     plain = _TEXT_OR_COMMENT.sub(lambda match: match[1] or "", source)
     with user_error(f"{name} is not JSON with // comments", ValueError):
         content = json.loads(plain, object_pairs_hook=_once)
@@ -116,7 +142,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
     twice = {name for name in names if names.count(name) > 1}
     if twice:
-        raise ValueError(f"{', '.join(sorted(twice))} is there twice")
+        raise ValueError(f"{', '.join(sorted(twice))} is given twice")
     return dict(pairs)
 
 
@@ -126,7 +152,7 @@ def read_arguments(arguments: Iterable[str]) -> dict[str, Any]:
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if not equals:
-            raise UserError(f"settings look like key=value, not {argument!r} (--help says more)")
+            raise UserError(f"settings must look like key=value, not {argument!r} (see --help)")
         given[key] = value
         if value.startswith("{"):
             given[key] = parse(value, argument)
@@ -136,10 +162,10 @@ def read_arguments(arguments: Iterable[str]) -> dict[str, Any]:
 def fill_in(
     table: Table, layers: Mapping[str, Mapping[str, Any]], aliases: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Make settings of what was given, flat or in sections, the later the stronger, and of the defaults.
+    """Merge layers of settings, flat or in sections, over the defaults; later layers override earlier ones.
 
-    Layers are named by where they stand; on the command line values are texts. Aliases are other beginnings of names.
-    Everything that is wrong is raised at once, with where it stands and what may have been meant.
+    Each layer is named by its source; values from the command line are strings. Aliases map prefixes of names to
+    others. One `UserError` lists all problems with their source, unknown names with the nearest match.
     """
     known = {key: setting for key, setting in table.items() if not isinstance(setting, Absent)}
     settings = {key: copy.deepcopy(setting.default) for key, setting in known.items()}
@@ -170,12 +196,12 @@ def fill_in(
     refuse(problems)
     if ignored:
         reasons = [f"{', '.join(keys)} ({reason})" for reason, keys in ignored.items()]
-        log.warning("settings of the original without a meaning here: %s", "; ".join(reasons))
+        log.warning("ignored settings of the original: %s", "; ".join(reasons))
     return settings
 
 
 def refuse(problems: Iterable[str]) -> None:
-    """Raise all that is wrong, if anything is."""
+    """Raise one error that lists all problems, if there are any."""
     lines = list(problems)
     if lines:
         raise UserError("\n  ".join(lines))
@@ -198,7 +224,7 @@ def _unknown(key: str, table: Table) -> str:
 
 
 def _nearest(key: str, table: Table) -> str | None:
-    """Find what a key may have meant: a name in the nearest section, else a name of any section, else the section."""
+    """Find the nearest match of a key: in the nearest section, else in any section, else the section itself."""
     given, _, name = key.rpartition(".")
     sections: dict[str, list[str]] = {}
     endings = {}  # of the known names, in whole and without their first sections
@@ -217,7 +243,7 @@ def _nearest(key: str, table: Table) -> str | None:
 
 
 def _typed(given: Any, setting: Setting) -> Any:
-    """Read a text of a command line as a value that fits, if it can be; else leave it."""
+    """Parse a string of the command line as a value that fits, if possible; otherwise return it."""
     if not isinstance(given, str):  # but of a section
         return given
     for reading in _readings(given):
@@ -236,7 +262,7 @@ def _readings(given: str) -> Iterator[Any]:
 
 
 def flatten(section: Mapping[str, Any], whole: Iterable[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Take sections apart, but for the values of the names in `whole`."""
+    """Flatten sections to dotted names, except the values of names in `whole`."""
     for name, value in section.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict) and key not in whole:
@@ -246,7 +272,7 @@ def flatten(section: Mapping[str, Any], whole: Iterable[str], prefix: str = "") 
 
 
 def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Put settings into sections, as files have them."""
+    """Nest settings into sections, as in files."""
     content: dict[str, Any] = {}
     for key, value in settings.items():
         *sections, name = key.split(".")

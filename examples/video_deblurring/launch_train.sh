@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Trains with N processes: ./launch_train.sh N [OPTION_FILE] [KEY=VALUE ...]; all of it is passed on
+# Train with N processes: ./launch_train.sh N [OPTION_FILE] [KEY=VALUE ...]
 #   ./launch_train.sh 1      one process, without torchrun
 #   ./launch_train.sh 4 options/vrt/006_train_vrt_videodeblurring_gopro.json train.total_iter=1000
-# Where a platform has started this script once per process, with RANK and WORLD_SIZE set, N is left to it.
+# If a platform starts this script once per process and sets RANK and WORLD_SIZE, N is ignored.
 set -euo pipefail
 
 folder=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 if ! [[ ${1:-} =~ ^[1-9][0-9]*$ ]]; then
-    echo "usage: ./launch_train.sh N [OPTION_FILE] [KEY=VALUE ...], N being the number of processes" >&2
+    echo "usage: ./launch_train.sh N [OPTION_FILE] [KEY=VALUE ...], where N is the number of processes" >&2
     exit 2
 fi
 count=$1

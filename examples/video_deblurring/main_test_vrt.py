@@ -1,13 +1,13 @@
-"""Tests what `main_train_vrt.py` has trained, on one process or on any number of ranks, which share the clips.
+"""Test a network that `main_train_vrt.py` has trained, on one process or on several ranks, which share the clips.
 
     python main_test_vrt.py --opt options/vrt/006_train_vrt_videodeblurring_gopro_rgbspike.json
     torchrun --nproc_per_node=2 main_test_vrt.py --opt options/vrt/006_train_vrt_videodeblurring_gopro_rgbspike.json
     python main_test_vrt.py --opt options/vrt/006_train_vrt_videodeblurring_gopro.json datasets.test.dataroot_lq=mine
 
-It takes the newest checkpoints of the task, else `path.pretrained_netE` or `path.pretrained_netG`; of E and G it takes
-E if there is one. It prints PSNR and SSIM next to those of the blurred frames and of the detail injection, which needs
-no training, and writes pictures, blurred | restored | sharp, to `images/<clip>/`. Without sharp frames, as in the last
-line, it writes all restored frames there: `mine/<clip>/<frame>.png` becomes `images/<clip>/<frame>_<iter>.png`.
+It loads the newest checkpoint of the task, else `path.pretrained_netE` or `path.pretrained_netG`, and prefers E to G.
+It prints PSNR and SSIM beside those of the blurred frames and of detail injection, which needs no training, and writes
+pictures, blurred | restored | sharp, to `images/<clip>/`. Without sharp frames, as in the last line, it writes every
+restored frame there: `mine/<clip>/<frame>.png` becomes `images/<clip>/<frame>_<iter>.png`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Trains a small network to deblur video, on one process or on any number of ranks.
+"""Train a network to deblur video, on one process or on any number of ranks.
 
     python prepare.py                                                  once: makes the data
     python main_train_vrt.py --opt options/vrt/006_train_vrt_videodeblurring_gopro_rgbspike.json
     torchrun --nproc_per_node=2 main_train_vrt.py --opt options/vrt/006_train_vrt_videodeblurring_gopro_rgbspike.json
     ./launch_train.sh 2
 
-The same command goes on where the newest checkpoints of the task were taken, also on another number of ranks. What to
-expect: README.md beside this program has the measured results.
+The same command resumes from the newest checkpoint of the task, also on another number of ranks. README.md beside this
+program has the measured results.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def main(opt: Options, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
     folder = open_folder(opt)
     log.info("%s\nwriting to %s\n%s", json.dumps(redacted(opt), indent=2), folder, plan)
     if (last := cut_short(train)) is not None and ddpkit.is_main_process():
-        then = f"from iteration {last} on the lr stays least" if last else "the first, so it ends at a high lr"
-        log.warning("total_iter ends inside a period of the schedule: %s", then)
+        then = f"so the lr stays low from iteration {last}" if last else "the first one, so training ends at a high lr"
+        log.warning("total_iter ends inside a period of the schedule, %s", then)
 
     found = find_newest(folder / "models")
     seed = train["manual_seed"]
@@ -77,18 +77,18 @@ def main(opt: Options, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
     if found:
         reused = {name: part for name, part in state.items() if name != "optimizer" or train["G_optimizer_reuse"]}
         restore_set(found, nets, **reused)
-        take_settings(optimizer, make_optimizer(net, train))  # the options', not those of the saved one
+        take_settings(optimizer, make_optimizer(net, train))  # of the options, not of the checkpoint
         step = found.saved["step"]
         if step >= train["total_iter"]:
-            log.info("nothing to do: %s is of iteration %d of %d", found.path, step, train["total_iter"])
-            log.info("with a greater total_iter the same command goes on; to start anew, name another task")
+            log.info("nothing to do: %s is at iteration %d of %d", found.path, step, train["total_iter"])
+            log.info("raise total_iter to train on, or name another task to start over")
             return
-        log.info("goes on after iteration %d of %d, with %s", step, train["total_iter"], found.path)
+        log.info("resuming from iteration %d of %d: %s", step, train["total_iter"], found.path)
 
     def wrap() -> torch.nn.Module:
-        """Freezes what is to be frozen first: DDP waits for the gradient of all that was not."""
+        """Freeze parameters before wrapping: DDP waits for the gradients of all others."""
         if freeze(net, train, step):
-            log.info("%s fixed until iteration %d", train["fix_keys"], train["fix_iter"])
+            log.info("%s frozen until iteration %d", train["fix_keys"], train["fix_iter"])
         return ddpkit.wrap_model(
             net,
             "dp" if job.world_size == 1 and torch.cuda.device_count() > 1 and len(opt["gpu_ids"] or []) > 1 else "auto",
@@ -127,7 +127,7 @@ def main(opt: Options, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
             step += 1
             bar.update()
             if step == train["fix_iter"]:
-                del model  # its hooks go with it
+                del model  # and its hooks
                 model = wrap()
 
             last, leaves = step == train["total_iter"], stop.now()
@@ -158,13 +158,13 @@ def main(opt: Options, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
     bar.close()
     boards.close()
     if step < train["total_iter"]:
-        log.info("stopped after iteration %d of %d: the same command goes on", step, train["total_iter"])
+        log.info("stopped after iteration %d of %d: the same command resumes", step, train["total_iter"])
     else:
-        log.info("done: %d iterations; with a greater total_iter the same command goes on", step)
+        log.info("done: %d iterations; raise total_iter to train on", step)
 
 
 def train_until_stopped(opt: Options, job: ddpkit.Context) -> int:
-    """Train, and return the exit code; a signal to any rank saves and ends all of them after the same iteration."""
+    """Train and return the exit code; after a signal to any rank, all ranks save and stop after the same iteration."""
     with ddpkit.stopping() as stop:
         main(opt, job, stop)
     return stop.exit_code

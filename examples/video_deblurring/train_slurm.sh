@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Trains on several machines under Slurm, one task per process; submit it from this folder:
-#   sbatch train_slurm.sh [OPTION_FILE] [KEY=VALUE ...]; all of it is passed on
+# Train on several machines under Slurm, one task per process; submit it from this folder:
+#   sbatch train_slurm.sh [OPTION_FILE] [KEY=VALUE ...]
 #   sbatch --nodes=4 --ntasks-per-node=4 --gpus-per-node=4 train_slurm.sh
-# srun tells each task its place, in variables of its own: no torchrun, no RANK or MASTER_ADDR to set. Where there are no GPUs,
-# delete the line that asks for them.
+# srun sets the variables of each task: no torchrun, no RANK or MASTER_ADDR needed. Without GPUs, delete the line that asks
+# for them.
 #SBATCH --job-name=deblurring
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8

@@ -71,7 +71,7 @@ def test_the_digits_go_on_when_a_rank_on_another_node_is_killed(tmp_path: Path) 
     ended = on_two_nodes(*train, ranks=1, strike=kill_ranks_when(tmp_path / "latest"))
     assert [end.code for end in ended] == [0, 0], ended
     before, after = re.split(r"^resumed after step .* of 300$", ended[0].output, flags=re.MULTILINE)
-    assert "world size: 2 on 2 nodes" in before and "nothing to resume: starting anew" in before
+    assert "world size: 2 on 2 nodes" in before and "nothing to resume: starting from step 0" in before
     steps = int(re.findall(r"^resumed after step (\d+)", ended[0].output, re.MULTILINE)[0])
     epochs = re.findall(r"^epoch (\d+): training loss \S+, test: (\d+) of 360 right$", after, re.MULTILINE)
     assert [int(epoch) for epoch, _ in epochs] == list(range(steps // 15, 20))

@@ -1,6 +1,6 @@
 """A run's folder, and the policies in it.
 
-    <output_dir>/<name>/<time>/config.json      the settings as they were resolved
+    <output_dir>/<name>/<time>/config.json      all settings
                               /checkpoints/     the last two, to resume from
                               /last.pth         a copy of the newest of them
                               /models/model_epoch_N.pth, and the best: model_epoch_N_success_X.pth, ..._validation_X.pth
@@ -35,7 +35,7 @@ BEST = {"validation": ("on_best_validation", 6, 1), "success": ("on_best_rollout
 
 @user_error("train.output_dir", OSError)
 def new_run(config: Config) -> Path:
-    """Makes the folder of a new run, named by the time; it asks nothing, for nobody may be there to answer."""
+    """Make the folder of a new run, named by the time; never ask the user, who may be away."""
     parent, name = Path(config["train.output_dir"], config["experiment.name"]), time.strftime("%Y%m%d%H%M%S")
     folder, again = parent / name, 0
     while folder.exists():  # two runs in one second
@@ -47,18 +47,18 @@ def new_run(config: Config) -> Path:
 
 
 def find_run(config: Config) -> Path:
-    """Return the folder of the run to go on with."""
+    """Return the folder of the run to resume."""
     folder = Path(config["train.resume"])
     if not any((folder / "checkpoints").glob("step-*.pt")):
         raise ddpkit.CheckpointError(
-            f"there is no checkpoint in {folder} to go on with; train.resume= takes the folder of a run, as "
+            f"there is no checkpoint in {folder} to resume from; train.resume= takes the folder of a run, such as "
             f"{Path(config['train.output_dir'], config['experiment.name'], 'YYYYMMDDhhmmss')}"
         )
     return folder
 
 
 def restore(saver: ddpkit.Checkpointer, folder: Path, config: Config, parts: dict[str, Any]) -> dict[str, Any]:
-    """Load the newest checkpoint of a run into its parts; say first which settings to leave out. Collective."""
+    """Load the newest checkpoint of a run into its parts; name settings that do not fit it. Collective."""
     try:
         return saver.load_latest(**parts)
     except ddpkit.CheckpointError as error:
@@ -67,23 +67,23 @@ def restore(saver: ddpkit.Checkpointer, folder: Path, config: Config, parts: dic
         if not changed or "does not fit" not in str(error):
             raise
         raise UserError(
-            f"train.resume goes on with the network of its run: leave out {', '.join(changed)}, or begin a new run "
-            f"without train.resume. {error}"
+            f"train.resume keeps the network of its run: remove {', '.join(changed)}, or start a new run without "
+            f"train.resume. {error}"
         ) from error
 
 
 def record(folder: Path, config: Config) -> None:
-    """Leave the settings in a run's folder and, from now on, what rank 0 logs."""
+    """Save the settings in a run's folder, and from now on rank 0's log."""
     if not ddpkit.is_main_process():
         return
-    kept = nested(config | {"train.resume": None})  # whoever varies these settings begins a new run
+    kept = nested(config | {"train.resume": None})  # to start a new run from these settings
     (folder / "config.json").write_text(json.dumps(kept, indent=4) + "\n")
     if config["experiment.logging.terminal_output_to_txt"]:
         log_to(folder / "logs" / "log.txt")
 
 
 def publish(checkpoint: Path, folder: Path, config: Config, epoch: int, news: dict[str, float]) -> None:
-    """Give a checkpoint the other names that it deserves by epoch and news; each file is whole at any moment."""
+    """Copy a checkpoint to `last.pth` and, by epoch and validation loss, to `models/`; each file appears complete."""
     copy(checkpoint, folder / "last.pth")
     if due(epoch, config["experiment.save.every_n_epochs"], config["train.num_epochs"]):
         copy(checkpoint, folder / "models" / f"model_epoch_{epoch}.pth")
@@ -92,7 +92,7 @@ def publish(checkpoint: Path, folder: Path, config: Config, epoch: int, news: di
 
 
 def keep_best(checkpoint: Path, folder: Path, config: Config, epoch: int, kind: str, value: float) -> None:
-    """Keep a checkpoint as long as it is one of the best by "validation" or "success", if the settings ask for it."""
+    """Keep the best checkpoints by "validation" or "success", if the settings ask for it."""
     setting, digits, sign = BEST[kind]
     if not config[f"experiment.save.{setting}"]:
         return
@@ -120,7 +120,7 @@ def copy(checkpoint: Path, name: Path) -> None:
 
 
 def load_policies(path: Path) -> tuple[dict[str, DiffusionPolicy], dict[str, Any]]:
-    """The policies in a checkpoint, "ema", if there is one, and "raw", and what else it holds. Collective."""
+    """Load the policies in a checkpoint, "ema" (if there is one) and "raw", and its other content. Collective."""
     saved = ddpkit.Checkpointer(path.parent).load(path)
     try:
         config = read_config([]) | dict(flatten(saved["config"], SETTINGS))

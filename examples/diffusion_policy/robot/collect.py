@@ -1,12 +1,12 @@
-"""Plays the scripted expert and writes its episodes, as demonstrations to learn from.
+"""Record demonstrations of the scripted expert.
 
-On one process, and on two which share the work and write the same files::
+On one process, and on two, which share the work and write the same files::
 
     python -m robot.collect
     torchrun --nproc_per_node=2 -m robot.collect --episodes 1000 --folder data/more --seed 1000
 
-Noise is added to the actions that are carried out, not to those that are recorded: so the demonstrations also show how
-to get back from where the expert would never go.
+Noise is added to the executed actions, not to the recorded ones, so that the demonstrations also show how to get back
+from states that the expert would never reach.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger("robot")
 
 
 class Demonstrator(Expert):
-    """The expert with a trembling hand, and a record of what it saw and what it meant to do."""
+    """The expert with noise on its actions, and a record of its observations and intended actions."""
 
     def __init__(self, env_id: str, noise: float, kept: Sequence[str] = ("observations",)) -> None:
         super().__init__(env_id)
@@ -48,7 +48,7 @@ class Demonstrator(Expert):
         return (meant + trembling).clip(-1, 1).astype(np.float32)
 
     def episodes(self) -> list[dict[str, np.ndarray]]:
-        """What was seen and meant in the last episodes, by name, each of it (steps, ...)."""
+        """Return observations and intended actions of the last episodes, by name, each (steps, ...)."""
         stacked = {name: np.stack(moments, 1) for name, moments in self.record.items()}
         return [{name: values[number] for name, values in stacked.items()} for number in range(len(self.rngs))]
 
@@ -60,15 +60,15 @@ def read_settings() -> argparse.Namespace:
     add("--episodes", type=int, default=200, help="how many to play")
     add("--per-shard", type=int, default=20, help="episodes in a file, at most 25")
     add("--horizon", type=int, default=50, help="steps in an episode")
-    add("--noise", type=float, default=0.1, help="standard deviation, where the largest action is 1")
-    add("--pictures", type=int, metavar="SIZE", help="record pictures of a camera, too, so many pixels high and wide")
-    add("--seed", type=int, default=0, help="of the first episode; the next one has the next")
-    add("--folder", type=Path, default=Path("data/fetch_pick_and_place"), help="where to write; made if it is missing")
+    add("--noise", type=float, default=0.1, help="standard deviation of the noise; the largest action is 1")
+    add("--pictures", type=int, metavar="SIZE", help="also record pictures of a camera, SIZE x SIZE pixels")
+    add("--seed", type=int, default=0, help="seed of the first episode; each further one adds 1")
+    add("--folder", type=Path, default=Path("data/fetch_pick_and_place"), help="folder to write to")
     settings = parser.parse_args()
     if not 0 < settings.per_shard <= AT_ONCE:
-        parser.error(f"--per-shard is from 1 to {AT_ONCE}, which are played at once")
+        parser.error(f"--per-shard must be from 1 to {AT_ONCE}, the episodes that are played at once")
     if not 0 <= settings.seed <= UNSEEN - settings.episodes:
-        parser.error(f"seeds are at least 0 and below {UNSEEN}, as evaluation uses the rest")
+        parser.error(f"seeds must be at least 0 and below {UNSEEN}: evaluation uses the others")
     return settings
 
 
@@ -94,7 +94,7 @@ def prepare(folder: Path) -> None:
     with user_error("--folder", OSError):
         folder.mkdir(parents=True, exist_ok=True)
     if any(folder.glob("episodes-*.npz")):
-        raise UserError(f"{folder} holds episodes already: delete them, or write to another --folder")
+        raise UserError(f"{folder} already holds episodes: delete them, or write to another --folder")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Pictures of an episode: a film and a strip of frames or, where nothing can render, the paths of gripper and block."""
+"""Draw an episode: a film and a strip of frames or, without rendering, the paths of gripper and block."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ SIZE = (240, 240)  # height and width of a frame, in pixels, at least
 def film(
     env_id: str, player: Player, seed: int, horizon: int, path: Path, picture_size: Sequence[int] | None = None
 ) -> Path | None:
-    """Play one episode and draw it, with its number and its outcome; return what was written.
+    """Play one episode and draw it, with its seed and its outcome; return the file's path.
 
-    That is `path` with .gif; if nothing can render here, the log says so and it is, of the Fetch robot, a plot of the
-    paths, with .png.
+    The file is `path` with .gif or, if this machine cannot render the Fetch robot, a plot of the paths with .png; a
+    warning says so.
     """
     seen: list[Seen] = []
     arena = Arena(env_id, horizon, picture_size or SIZE)
@@ -47,7 +47,7 @@ def film(
 
 
 def label(frame: Image.Image, title: str) -> Image.Image:
-    """Write a title into a frame, which is enlarged for that if it is small."""
+    """Write a title into a frame; enlarge small frames first."""
     times = max(1, -(-SIZE[1] // frame.width))
     frame = frame.resize((times * frame.width, times * frame.height))
     ImageDraw.Draw(frame).text((6, 4), title, fill="white", stroke_width=2, stroke_fill="black")
@@ -55,7 +55,7 @@ def label(frame: Image.Image, title: str) -> Image.Image:
 
 
 def strip(film: Path, path: Path, moments: int = 6) -> None:
-    """Writes some of a film's frames, evenly spaced, side by side into one picture."""
+    """Write evenly spaced frames of a film side by side into one picture."""
     with Image.open(film) as frames:
         whole = Image.new("RGB", (moments * frames.width, frames.height))
         for place, number in enumerate(np.linspace(0, frames.n_frames - 1, moments).round()):
@@ -65,7 +65,7 @@ def strip(film: Path, path: Path, moments: int = 6) -> None:
 
 
 def plot(observations: np.ndarray, title: str, path: Path) -> Path:
-    """Draws the paths of gripper and block from above and from the side, with the goal."""
+    """Plot the paths of gripper and block from above and from the side, with the goal."""
     from matplotlib.figure import Figure
 
     paths = {"gripper": observations[:, :3]}

@@ -1,9 +1,9 @@
-"""The Fetch robot's environments without a screen, scripted experts for them, episodes played in lock-step, and scores.
+"""Environments, scripted experts for the Fetch robot, episodes played in lock-step, and scores.
 
 gymnasium-robotics' FetchPickAndPlace-v4: an arm lifts a block to a place on the table or above it; FetchReach-v4: it
 moves its gripper to a place. An action is a velocity (x, y, z) of the gripper and of its fingers, each within [-1, 1].
-What is observed has names: "observations" is one vector, the environment's own with the goal at its end;
-"proprioception" what the arm knows of itself; "desired_goal"; and "camera" a picture.
+Observations have names: "observations" is one vector, the environment's own with the goal at its end; "proprioception"
+the arm's own state; "desired_goal"; and "camera" a picture.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import json
 import logging
 import math
 import os
-import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,7 +27,7 @@ import numpy as np
 import torch
 from gymnasium.envs.registration import EnvSpec
 from PIL import Image
-from shared.program import UserError, find_class, user_error
+from shared.program import UserError, find_class, user_error, users_code
 from tqdm import trange
 
 import ddpkit
@@ -41,11 +40,11 @@ with redirect_stderr(io.StringIO()):  # it prints a note on environments that ar
 
 gymnasium.register_envs(gymnasium_robotics)
 logging.getLogger("OpenGL").setLevel(logging.WARNING)
-UNSEEN = 1_000_000  # the first of the seeds that no demonstration was made with
+UNSEEN = 1_000_000  # the first seed that no demonstration has
 AT_ONCE = 25  # environments in lock-step; more would only take memory
 CAMERA = {"distance": 1.15, "azimuth": 150.0, "elevation": -35.0, "lookat": np.array([1.3, 0.75, 0.5])}
 OF_THE_ARM = [0, 1, 2, 9, 10, 20, 21, 22, 23, 24]  # of 25 numbers: gripper, fingers, and their velocities
-Seen = dict[str, np.ndarray]  # what is observed, by name
+Seen = dict[str, np.ndarray]  # observations by name
 Watch = Callable[[Seen], None]
 
 
@@ -53,17 +52,17 @@ class Player(Protocol):
     """Plays several episodes at once."""
 
     def begin(self, seeds: Sequence[int]) -> None:
-        """New episodes begin, with these seeds."""
+        """Start new episodes with these seeds."""
 
     def act(self, seen: Seen) -> np.ndarray:
-        """Actions (episodes, numbers) for what is observed, each of it (episodes, ...)."""
+        """Return actions (episodes, numbers) for observations, each (episodes, ...)."""
 
 
 class Arena:
-    """Environments in which episodes of `horizon` steps are played in lock-step.
+    """Environments that play episodes of `horizon` steps in lock-step.
 
-    Where there is a picture size, (height, width), what is rendered is seen as "camera". MuJoCo renders without a
-    screen through EGL, or what the environment variable MUJOCO_GL names.
+    With a picture size, (height, width), "camera" is what they render. MuJoCo renders without a screen through EGL or
+    the backend that the environment variable MUJOCO_GL names.
     """
 
     def __init__(self, env_id: str, horizon: int, picture_size: Sequence[int] | None = None) -> None:
@@ -71,21 +70,21 @@ class Arena:
         self.envs: list[gymnasium.Env] = []
 
     def try_out(self) -> tuple[Seen, int]:
-        """Return what is observed at the beginning of an episode, and how many numbers an action has."""
+        """Return the first observations of an episode, and how many numbers an action has."""
         self._make(1)
         return self._begin(self.envs[0], 0), math.prod(self.envs[0].action_space.shape or (1,))
 
     def try_step(self, action: np.ndarray) -> Seen:
-        """Return what is observed after a step; raise if nothing says whether the goal is reached."""
+        """Return the observations after a step; raise if its info does not say whether the goal is reached."""
         seen, _, info = self._step(self.envs[0], action)
         self._is_reached(info)
         return seen
 
     def play(self, player: Player, seeds: Sequence[int], watch: Watch | None = None) -> list[bool]:
-        """Plays one episode for each seed, on which and on the player alone it depends.
+        """Play one episode for each seed; an episode depends on its seed and the player alone.
 
-        Returns whether the goal is reached at the end of each; having passed it on the way is not enough. `watch` is
-        shown what is observed, at each step of each episode.
+        Return whether each reaches the goal at its end; passing it on the way is not enough. `watch` is called with the
+        observations of each step of each episode.
         """
         self._make(min(AT_ONCE, len(seeds)))
         successes: list[bool] = []
@@ -95,7 +94,7 @@ class Arena:
             envs = self.envs[: len(wave)]
             seen = [self._begin(env, seed) for env, seed in zip(envs, wave, strict=True)]
             infos: list[dict[str, Any]] = [{} for _ in wave]
-            over = [False for _ in wave]  # an episode that ends early stays as it ended
+            over = [False for _ in wave]  # an episode that ends early keeps its last info
             player.begin(wave)
             for _ in range(self.horizon):
                 for one in seen if watch else ():
@@ -112,33 +111,21 @@ class Arena:
             env.close()
 
     def _make(self, count: int) -> None:
-        remedy = ": set experiment.env to an id that gymnasium knows or to module:Class"
+        remedy = ": set experiment.env to a gymnasium id or to module:Class"
         if self.env_id in EXPERTS:
             remedy += ", pip install -e '.[examples-robot]' in the repository"
         while len(self.envs) < count:
-            with self._named("cannot be made", f"{remedy}, or set experiment.rollout.enabled=false"):
+            with users_code(f"{self.env_id} cannot be made", f"{remedy}, or set experiment.rollout.enabled=false"):
                 self.envs.append(make_environment(self.env_id, self.horizon, self.picture_size))
 
     def _begin(self, env: gymnasium.Env, seed: int) -> Seen:
-        with self._named(f"fails in reset(seed={seed})"):
+        with users_code(f"{self.env_id} fails in reset(seed={seed})"):
             return self._see(env, env.reset(seed=seed)[0])
 
     def _step(self, env: gymnasium.Env, action: np.ndarray) -> tuple[Seen, bool, dict[str, Any]]:
-        with self._named("fails in step()"):
+        with users_code(f"{self.env_id} fails in step()"):
             found, _, terminated, truncated, info = env.step(action)
             return self._see(env, found), terminated or truncated, info
-
-    @contextmanager
-    def _named(self, doing: str, remedy: str = "") -> Iterator[None]:
-        """Name the environment, and the line, of whatever it raises."""
-        try:
-            yield
-        except UserError:
-            raise
-        except Exception as error:  # each environment fails in a way of its own
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            said = f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
-            raise UserError(f"{self.env_id} {doing}: {said}{remedy}") from error
 
     def _is_reached(self, info: dict[str, Any]) -> bool:
         for name in ("is_success", "success"):
@@ -146,12 +133,12 @@ class Arena:
                 return bool(info[name])
         raise UserError(
             f"the info of {self.env_id} must say in 'success' or 'is_success', after each step, whether the goal is "
-            f"reached; it holds {', '.join(map(repr, info)) or 'nothing'}: add it, or set "
+            f"reached; it holds {', '.join(map(repr, info)) or 'nothing'}: add one, or set "
             "experiment.rollout.enabled=false"
         )
 
     def _see(self, env: gymnasium.Env, found: Any) -> Seen:
-        """Give what an environment shows its names; of the Fetch robot also "observations", all of its numbers."""
+        """Name an environment's observations; for the Fetch robot, add "observations", the vector of all numbers."""
         if not isinstance(found, dict):
             found = {"observations": found}
         seen = {name: np.asarray(values) for name, values in found.items()}
@@ -168,27 +155,23 @@ class Arena:
 
     def _render(self, env: gymnasium.Env) -> np.ndarray:
         viewer = getattr(getattr(env.unwrapped, "mujoco_renderer", None), "viewer", None)
-        try:
+        remedy = "; if MuJoCo renders it, set MUJOCO_GL to egl, osmesa or glfw, whichever is installed"
+        with users_code(f"{self.env_id} cannot render here", remedy):
             if viewer is not None:
-                viewer.make_context_current()  # to close another's leaves none, and then all is black
+                viewer.make_context_current()  # closing another viewer leaves no context, and every picture black
             frame = Image.fromarray(env.render())
             if frame.size[::-1] != tuple(self.picture_size):
                 frame = frame.resize(self.picture_size[::-1])
             return np.asarray(frame)
-        except Exception as error:  # each way to render fails in a way of its own
-            raise UserError(
-                f"{self.env_id} cannot render here ({type(error).__name__}: {error}); if MuJoCo does it, set MUJOCO_GL "
-                "to egl, osmesa or glfw, whichever is installed"
-            ) from error
 
 
 def make_environment(env_id: str, horizon: int, picture_size: Sequence[int] | None) -> gymnasium.Env:
-    """Make an environment of gymnasium's by its id, "module:Name-v0", too, or of the user's, "module:Class"."""
+    """Make an environment by its gymnasium id, also "module:Name-v0", or by the user's "module:Class"."""
     spec: Any = env_id
     if ":" in env_id and env_id.rpartition(":")[2].isidentifier():
         kind = find_class("experiment.env", env_id)
         if picture_size and "rgb_array" not in getattr(kind, "metadata", {}).get("render_modes", []):
-            raise UserError(f"{env_id} cannot render: its metadata['render_modes'] have no 'rgb_array'")
+            raise UserError(f"{env_id} cannot render: its metadata['render_modes'] has no 'rgb_array'")
         spec = EnvSpec(env_id, kind)
     options: dict[str, Any] = {}
     if picture_size:
@@ -200,7 +183,7 @@ def make_environment(env_id: str, horizon: int, picture_size: Sequence[int] | No
 
 
 def check_environment(index: Index) -> None:
-    """Begin an episode and take a step: a policy must find there what it learns from."""
+    """Start an episode and take a step; raise if a policy would not find its observations there."""
     low, high = index.statistics.low, index.statistics.high
     arena = Arena(index.env_id, 1, index.rendered_size)
     try:
@@ -238,21 +221,21 @@ def _check_seen(index: Index, seen: Seen, action_size: int) -> None:
 
 
 def used_names(seen: Seen, entries: Entries) -> tuple[str, ...]:
-    """Name the numbers that a policy sees; an environment's only array is the only entry of its demonstrations."""
+    """Name the numbers that a policy observes; an environment's only array is its demonstrations' only entry."""
     if len(entries.numbers) == 1 and not {*seen} - {"observations", "camera"}:
         return ("observations",)
     return entries.numbers
 
 
 def check_finite(seen: Seen, names: Sequence[str]) -> None:
-    """Raise if a policy would see what is no finite number: it would act by chance."""
+    """Raise if observations are not finite: the policy's actions would be random."""
     for name in names:
         if not np.isfinite(seen[name]).all():
             raise UserError(f"{name} must be finite; the environment shows {seen[name].flat[:9]}")
 
 
 class Random:
-    """Uniform actions, each of their numbers between a lowest and a highest."""
+    """Uniform random actions, each number between its lowest and its highest value."""
 
     def __init__(self, low: Any = (-1,) * 4, high: Any = (1,) * 4) -> None:
         self.low, self.high = np.asarray(low), np.asarray(high)
@@ -265,7 +248,7 @@ class Random:
 
 
 class Expert:
-    """Scripted: it knows what the numbers mean, and looks at the present moment only."""
+    """A script that knows what the numbers mean; it looks at the present only."""
 
     def __init__(self, env_id: str) -> None:
         self.script = EXPERTS[env_id]
@@ -282,9 +265,9 @@ def reach(observation: np.ndarray) -> np.ndarray:
 
 
 def pick_and_place(observation: np.ndarray) -> np.ndarray:
-    """Comes from above, as into a funnel, or it would push the block; closes its fingers; and carries.
+    """Approach from above, so as not to push the block; close the fingers; and carry.
 
-    It turns from one to the next gradually: a policy could not tell on which side of a sharp threshold it is.
+    The phases blend gradually: a policy could not tell on which side of a sharp threshold it is.
     """
     gripper, block, fingers, goal = observation[:3], observation[3:6], observation[9:11].sum(), observation[-3:]
     way = block - gripper
@@ -292,17 +275,17 @@ def pick_and_place(observation: np.ndarray) -> np.ndarray:
     above = np.array([0, 0, np.clip(2 * (aside - 0.01), 0, 0.06)])
     held = np.clip((0.06 - fingers) / 0.008, 0, 1) * (distance < 0.025)  # the block is 0.05 wide
     velocity = 10 * ((1 - held) * (way + above) + held * (goal - block))
-    return np.append(velocity, 100 * (distance - 0.02) - 2 * held)  # firmly, once it is held
+    return np.append(velocity, 100 * (distance - 0.02) - 2 * held)  # firmly, once the block is held
 
 
 EXPERTS = {"FetchPickAndPlace-v4": pick_and_place, "FetchReach-v4": reach}
 
 
 class Learned:
-    """A policy, which acts `action_horizon` steps by what it saw at the first of them.
+    """A policy that plans `action_horizon` actions at a time.
 
-    The noise that it begins with comes from the episode's seed: on whatever rank, in whatever company, an episode is
-    the same, but for rounding.
+    Its starting noise comes from the episode's seed, so that an episode is the same, up to rounding, on any rank and
+    beside any other episodes.
     """
 
     def __init__(self, policy: DiffusionPolicy, entries: Entries) -> None:
@@ -333,7 +316,7 @@ class Learned:
 
 @dataclass(frozen=True)
 class Score:
-    """Who has reached the goal: an episode's seed, and whether it did."""
+    """The outcome of episodes: whether each seed reached the goal."""
 
     by_seed: dict[int, bool]
 
@@ -347,14 +330,14 @@ class Score:
 
     @property
     def error(self) -> float:
-        """The rate's standard error."""
+        """The standard error of the rate."""
         return math.sqrt(self.rate * (1 - self.rate) / len(self.by_seed))
 
     def __str__(self) -> str:
         return f"{self.rate:.2f} ± {self.error:.2f} ({self.successes} of {len(self.by_seed)})"
 
     def summary(self) -> dict[str, Any]:
-        """Return the score as JSON has it."""
+        """Return the score for JSON."""
         by_seed = {str(seed): reached for seed, reached in self.by_seed.items()}
         about = {"success_rate": self.rate, "standard_error": self.error, "episodes": len(by_seed)}
         return about | {"by_seed": by_seed}
@@ -366,7 +349,7 @@ class Score:
 @functools.cache  # making 25 environments takes as long as playing some episodes
 def _arena(env_id: str, horizon: int, picture_size: tuple[int, int] | None) -> Arena:
     arena = Arena(env_id, horizon, picture_size)
-    atexit.register(arena.close)  # what renders must end before Python does
+    atexit.register(arena.close)  # renderers must close before Python exits
     return arena
 
 
@@ -378,7 +361,7 @@ def evaluate(
     first_seed: int = UNSEEN,
     picture_size: tuple[int, int] | None = None,
 ) -> Score:
-    """Play so many episodes, with seeds from the first on; each is played on one rank and counted once. Collective."""
+    """Play episodes with seeds from `first_seed`, each on one rank and counted once. Collective."""
     mine = range(ddpkit.get_rank(), episodes, ddpkit.get_world_size())
     reached = _arena(env_id, horizon, picture_size).play(player, [first_seed + number for number in mine])
     reached = ddpkit.gather_exact(reached, list(mine), episodes)

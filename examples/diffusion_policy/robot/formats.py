@@ -1,17 +1,17 @@
-"""Demonstrations as they lie on disk: our shards, and three public layouts, each read directly.
+"""Read demonstrations from disk: our shards and three public formats.
 
-What a path of `train.data_path` is, is seen from what is there:
+The content of a path in `train.data_path` decides its format:
 
     FOLDER/episodes-*.npz        ours, as `robot.collect` writes them
     FILE.hdf5                    robomimic's: data/demo_N/{actions, obs/NAME}
     FOLDER/meta/info.json        LeRobot's, versions 2 and 3: parquet, with videos or pictures
     FOLDER.zarr, FILE.zarr.zip   a replay buffer of diffusion policy's authors: data/NAME, meta/episode_ends
 
-Each is a class with these: `actions`, the usual name of the actions; `env_id`, the environment or ""; `episodes`, all
-or those of a subset; and of an episode `names`, what it holds; `numbers`, what is observed if nothing else is asked
-for; `read`, all steps of an entry; `length`, how many steps a camera has; `frames`, its pictures at some ascending
-steps, (steps, height, width, 3) in uint8. A format that counts an episode's steps itself raises a ValueError where it
-holds others. h5py, pyarrow with av, and zarr are imported only where they are needed.
+Each is a class with `actions`, the default name of the actions; `env_id`, the environment or ""; `episodes`, all or
+those of a subset; and for an episode `names`, its entries; `numbers`, the default observations; `read`, all steps of an
+entry; `length`, a camera's number of steps; `frames`, its pictures at ascending steps, (steps, height, width, 3) in
+uint8. A format that stores an episode's number of steps raises a ValueError if the data differ. h5py, pyarrow with av,
+and zarr are imported only when needed.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ import numpy as np
 from shared.program import UserError
 
 RLDS = (
-    "RLDS and DROID's raw episodes are not read: convert them to LeRobot's format, in which lerobot/droid_1.0.1 on "
-    "Hugging Face's hub already is, or to robomimic's, and name the result in train.data_path"
+    "RLDS and DROID's raw episodes are not supported: convert them to LeRobot's format (Hugging Face has DROID as "
+    "lerobot/droid_1.0.1) or to robomimic's, and name the result in train.data_path"
 )
 
 
 def open_format(path: str) -> Format:
-    """Open what is at a path; once in every process, for open files must not be shared by forked ones."""
+    """Open a path, once in every process: forked processes must not share open files."""
     return _open(path, os.getpid())
 
 
@@ -88,7 +88,7 @@ class Shards:
     def episodes(self, subset: str | None) -> list[str]:
         found = []
         for file in self.files:
-            count = 1  # of a broken file: reading it will say why
+            count = 1  # of a broken file: reading it will raise
             if zipfile.is_zipfile(self.folder / file):
                 with np.load(self.folder / file, allow_pickle=False) as shard:
                     count = max(1, sum(name.startswith("actions_") for name in shard.files))
@@ -97,7 +97,7 @@ class Shards:
 
     def names(self, episode: str) -> list[str]:
         file, number = episode.split("/")
-        zipfile.ZipFile(self.folder / file).close()  # raises if it is none; NumPy would take it for a pickle
+        zipfile.ZipFile(self.folder / file).close()  # raises if it is not one; NumPy would take it for a pickle
         with np.load(self.folder / file, allow_pickle=False) as shard:
             return [name.removesuffix(f"_{number}") for name in shard.files if name.endswith(f"_{number}")]
 
@@ -195,7 +195,7 @@ class ReplayBuffer:
         return self.arrays
 
     def numbers(self, episode: str) -> list[str]:
-        return [name for name in self.arrays if name in ("obs", "state")]  # others may say what comes later
+        return [name for name in self.arrays if name in ("obs", "state")]  # others may hold the future
 
     def read(self, episode: str, name: str) -> np.ndarray:
         start, end = self._range(episode, name)
@@ -234,7 +234,7 @@ class LeRobot:
         self.folder = folder
         self.info = json.loads((folder / "meta" / "info.json").read_text())
         self.features = self.info["features"]
-        self.rows = {str(row["episode_index"]): row for row in self._about()}  # what it says of each episode
+        self.rows = {str(row["episode_index"]): row for row in self._about()}  # of each episode
 
     def _about(self) -> list[dict[str, Any]]:
         lines = self.folder / "meta" / "episodes.jsonl"
@@ -266,7 +266,7 @@ class LeRobot:
         return int(self.rows[episode]["length"])
 
     def _path(self, template: str, episode: str, section: str, **more: str) -> Path:
-        """Fill in a path's template, by the episode's number (version 2) or the numbers of its file (version 3)."""
+        """Fill in a path's template with the episode's number (version 2) or its file's numbers (version 3)."""
         row = self.rows[episode]
         number = int(episode)
         places = {
@@ -301,19 +301,19 @@ Format = Shards | Robomimic | ReplayBuffer | LeRobot
 
 @functools.lru_cache(maxsize=256)
 def _pictures(demonstrations: Shards | LeRobot, episode: str, name: str) -> np.ndarray:
-    """Read all pictures of an episode, which these formats cannot read one by one."""
+    """Read all pictures of an episode: these formats cannot read single ones."""
     return demonstrations.pictures(episode, name)
 
 
 @functools.cache
 def _array(buffer: ReplayBuffer, name: str) -> np.ndarray:
-    """Read an array as a whole: its chunks are not the episodes."""
+    """Read a whole array: its chunks are not the episodes."""
     return buffer.data[name][:]
 
 
 @functools.lru_cache(maxsize=256)
 def _columns(path: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Read the episodes and the numbers of all rows: to look for one of many episodes takes nearly as long."""
+    """Read the episodes and numbers of all rows: to search for one of many episodes takes nearly as long."""
     import pyarrow.parquet
 
     names = ["episode_index", name]
@@ -326,7 +326,7 @@ def _columns(path: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _decode(path: Path, moments: Sequence[float] | np.ndarray, tolerance: float) -> np.ndarray:
-    """Decode a video's frames at ascending moments, in seconds; from the key frame before the first one on."""
+    """Decode a video's frames at ascending times in seconds, starting at the key frame before the first."""
     import av
 
     found: list[np.ndarray] = []

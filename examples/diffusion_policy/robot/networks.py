@@ -1,10 +1,9 @@
-"""The networks: a one-dimensional U-Net over time, which says what noise is in some actions; a ResNet for pictures.
+"""Networks: a one-dimensional U-Net over time that predicts the noise in actions, and a ResNet for pictures.
 
-The U-Net's architecture is that of Chi et al. 2023 (arXiv:2303.04137): residual blocks of two convolutions, modulated
-by the diffusion step and the observations. These are few numbers here and pass a small network of their own first.
-Pictures pass a ResNet (He et al. 2016, arXiv:1512.03385), whose last feature maps become points or means.
-GroupNorm, not BatchNorm: what it makes of a sample depends on no other sample, and an average of its weights (EMA)
-needs no statistics of its own.
+The U-Net is that of Chi et al. 2023 (arXiv:2303.04137): residual blocks of two convolutions, modulated by the diffusion
+step and the observations, which pass a small network first. The last feature maps of the ResNet (He et al. 2016,
+arXiv:1512.03385) become points or means. GroupNorm, unlike BatchNorm, treats each sample alone and keeps no statistics,
+which a moving average of the weights (EMA) would need, too.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from shared.program import UserError, find_class, user_error
+from shared.program import UserError, find_class, user_error, users_code
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
 def make_network(config: dict[str, Any], channels: int, observation: int) -> nn.Module:
-    """Make the network that finds noise: the U-Net, or a class of the user's that is called like it."""
+    """Make the network that predicts noise: the U-Net, or a class of the user's with the same interface."""
     name = config["algo.network.class"]
     if name is not None:
         make = find_class("algo.network.class", name)
-        with user_error(f"algo.network: cannot make {name}", TypeError, ValueError):
+        with users_code(f"algo.network: cannot make {name}"):
             return make(channels, observation, **config["algo.network.kwargs"])
     with user_error("algo.unet", ValueError):
         return UNet1D(
@@ -58,7 +57,7 @@ def convolve(inputs: int, outputs: int, kernel_size: int, groups: int) -> nn.Seq
 
 
 class Block(nn.Module):
-    """Two convolutions around a residual connection; the condition scales and shifts the channels in between (FiLM)."""
+    """Two convolutions with a residual connection; the condition scales and shifts the channels between them (FiLM)."""
 
     def __init__(self, inputs: int, outputs: int, condition: int, kernel_size: int, groups: int) -> None:
         super().__init__()
@@ -73,11 +72,11 @@ class Block(nn.Module):
 
 
 class UNet1D(nn.Module):
-    """Noise in a chunk of actions, given how noisy it is and what was observed.
+    """Predict the noise in a chunk of actions from the diffusion step and the observations.
 
     An action has `channels` numbers, the observations together `observation`. `down_dims` are the channels at each
-    resolution; the time axis is halved between two of them. With `checkpointing`, training computes a block's
-    activations again in the backward pass, to save memory.
+    resolution; the time axis is halved between two of them. With `checkpointing`, the backward pass recomputes a
+    block's activations, to save memory.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class UNet1D(nn.Module):
         self.last = nn.Sequential(convolve(2 * finest, finest, kernel_size, n_groups), nn.Conv1d(finest, channels, 1))
 
     def forward(self, actions: torch.Tensor, step: torch.Tensor, observations: torch.Tensor) -> torch.Tensor:
-        """Actions (batch, time, channels), step (batch,) and observations (batch, numbers); noise like the actions."""
+        """Map actions (batch, time, channels), step (batch,), observations (batch, numbers) to noise like actions."""
         condition = torch.cat([self.embed(step), self.see(observations)], dim=1)
         x, skipped = self._run(self.down[0], actions.transpose(1, 2), condition), []
         for shrink, blocks in zip(self.shrink, self.down[1:], strict=True):
@@ -135,7 +134,7 @@ class UNet1D(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions around a residual connection; names as in torchvision, so that its files of weights fit."""
+    """Two convolutions with a residual connection; names as in torchvision, so that its weights fit."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -157,11 +156,11 @@ def _normalize(channels: int) -> nn.GroupNorm:
 
 
 class ResNet(nn.Module):
-    """Features of pictures, (batch, height, width, 3) in uint8 to (batch, features).
+    """Compute features of pictures, (batch, height, width, 3) in uint8 to (batch, features).
 
-    "SpatialSoftmax" finds points in feature maps, `keypoints` of them; "SpatialMeanPool" takes each map's mean. The
-    first stage of a "ResNet18Conv" has `width` channels, 64 in the paper; other backbones are torchvision's. Pictures
-    are scaled to a `size` first, if one is given.
+    "SpatialSoftmax" finds `keypoints` points in the feature maps; "SpatialMeanPool" takes each map's mean. The first
+    stage of a "ResNet18Conv" has `width` channels, 64 in the paper; other backbones are torchvision's. Pictures are
+    scaled to `size` first, if it is given.
     """
 
     def __init__(
@@ -191,7 +190,7 @@ class ResNet(nn.Module):
         return self.head(self.pool(x))
 
     def load_pretrained(self, weights: dict[str, torch.Tensor]) -> list[str]:
-        """Take what fits of a ResNet's weights, such as torchvision's; return the names of what does not."""
+        """Load the weights that fit, such as torchvision's; return the names of the others."""
         mine = self.state_dict()
         fitting = {name: value for name, value in weights.items() if name in mine and mine[name].shape == value.shape}
         self.load_state_dict(mine | fitting)
@@ -214,10 +213,10 @@ def _resnet18(width: int) -> dict[str, nn.Module]:
 def _torchvisions(backbone: str) -> dict[str, nn.Module]:
     try:
         from torchvision.models import get_model
-    except (ImportError, RuntimeError) as error:  # the latter if it was built for another torch
+    except (ImportError, RuntimeError) as error:  # RuntimeError: built for another torch
         raise UserError(
             f"observation.encoder.rgb.core_kwargs.backbone_class: {backbone} needs torchvision ({error}): "
-            "pip install torchvision, or take ResNet18Conv"
+            "pip install torchvision, or set ResNet18Conv"
         ) from error
     network = get_model(backbone.lower().removesuffix("conv"), weights=None, norm_layer=_normalize)
     names = ("conv1", "bn1", "maxpool", "layer1", "layer2", "layer3", "layer4")
@@ -225,7 +224,7 @@ def _torchvisions(backbone: str) -> dict[str, nn.Module]:
 
 
 class SpatialSoftmax(nn.Module):
-    """Where feature maps are largest, (batch, channels, height, width) to (batch, 2 x keypoints), from -1 to 1.
+    """Locate the maxima of feature maps, (batch, channels, height, width) to (batch, 2 x keypoints) in [-1, 1].
 
     References: Levine et al. 2016 (arXiv:1504.00702).
     """

@@ -1,7 +1,7 @@
 """The diffusion policy, its loss, and the moving average of its weights.
 
 Noise is added by the schedule of Nichol and Dhariwal 2021 (arXiv:2102.09672; DDPM: Ho et al. 2020, arXiv:2006.11239)
-and taken away again in a few steps by DDIM (Song et al. 2021, arXiv:2010.02502).
+and removed in a few steps by DDIM (Song et al. 2021, arXiv:2010.02502).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ AMP = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class DiffusionPolicy(nn.Module):
-    """Actions for what was observed. Calling it gives the loss, so it is what gets wrapped in DDP or DataParallel.
+    """Predict actions from observations. Its forward returns the losses, so wrap this module in DDP or DataParallel.
 
-    The statistics of observations and actions are part of its state. It sees the pictures of `cameras` besides.
+    The statistics of observations and actions are part of its state. It also observes the pictures of `cameras`.
     """
 
     def __init__(self, config: dict[str, Any], statistics: Statistics, cameras: Sequence[str] = ()) -> None:
@@ -54,12 +54,12 @@ class DiffusionPolicy(nn.Module):
         self.network = make_network(config, self.action_size, observed)
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The loss of each sample: mean squared error of the noise, or the actions, that are found in noisy actions.
+        """Return the loss of each sample, (batch,): the mean squared error of the predicted noise or actions.
 
         The batch holds "observations" (batch, observation horizon, numbers), "actions" and "noise" (batch, prediction
-        horizon, numbers), the noising "step" (batch,), and by their names the cameras' pictures (batch, observation
-        horizon, height, width, 3). The mean of the losses, (batch,), is the loss; a mean of each GPU's means would be
-        another one where DataParallel cuts the batch unevenly.
+        horizon, numbers), the noising "step" (batch,), and by name the cameras' pictures (batch, observation horizon,
+        height, width, 3). The caller averages: a mean of each GPU's mean would differ where DataParallel splits the
+        batch unevenly.
         """
         center, reach = self._action_range()
         noise, step = batch["noise"], batch["step"]
@@ -70,10 +70,10 @@ class DiffusionPolicy(nn.Module):
 
     @torch.no_grad()
     def act(self, seen: dict[str, torch.Tensor], noise: torch.Tensor) -> torch.Tensor:
-        """The next actions, (batch, action horizon, numbers), within the range of the demonstrations' actions.
+        """Return the next actions, (batch, action horizon, numbers), within the range of the demonstrations' actions.
 
-        It has seen the last "observations", and pictures, as `forward` takes them before they were cropped: the middle
-        is what it looks at. It begins with noise, (batch, prediction horizon, numbers of an action).
+        `seen` holds the last "observations" and uncropped pictures, otherwise as in `forward`; their middle is used.
+        `noise` is (batch, prediction horizon, numbers of an action).
         """
         middle = {camera: crop(seen[camera], self.crop, (0.5, 0.5)) for camera in self.cameras}
         with evaluating(self):
@@ -88,12 +88,12 @@ class DiffusionPolicy(nn.Module):
         return center + reach * plan[:, first : first + self.action_horizon]
 
     def _action_range(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the middle of each number of an action, and how far it reaches from there."""
+        """Return the middle and half the range of each number of an action."""
         reach = (self.high - self.low) / 2
         return (self.high + self.low) / 2, torch.where(reach > 1e-4, reach, 1.0)
 
     def _see(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Put what is observed into one vector, (batch, numbers)."""
+        """Join the observations into one vector, (batch, numbers)."""
         numbers = ((batch["observations"] - self.mean) / self.std).clamp(-5, 5)
         parts = [numbers.flatten(1)]
         for camera, encoder in zip(self.cameras, self.encoders, strict=True):
@@ -109,24 +109,24 @@ class DiffusionPolicy(nn.Module):
         return found.float()
 
     def _autocast(self, device: torch.device) -> torch.autocast:
-        # here, not around the call: DataParallel's threads do not see a context of their caller
+        # here, not around the call: DataParallel's threads do not inherit it
         return torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32)
 
 
 def add_noise(clean: torch.Tensor, noise: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """Mix `clean` (batch, ...) with noise, so that the signal keeps that share (batch,) of the variance."""
+    """Mix `clean` (batch, ...) with noise; the signal keeps `share` (batch,) of the variance."""
     share = share.view(-1, *[1] * (clean.dim() - 1))
     return share.sqrt() * clean + (1 - share).sqrt() * noise
 
 
 def remove_clean(noisy: torch.Tensor, clean: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """Return the noise in what `add_noise` has made of `clean`."""
+    """Return the noise in a result of `add_noise`."""
     share = share.view(-1, *[1] * (clean.dim() - 1))
     return (noisy - share.sqrt() * clean) / (1 - share).sqrt()
 
 
 def squaredcos_cap_v2(steps: int) -> torch.Tensor:
-    """The signal's share of the variance after each of `steps` noising steps, (steps,) in float64, from ~1 to ~0.
+    """Return the signal's share of the variance after each noising step, (steps,) in float64, from ~1 to ~0.
 
     It falls as a squared cosine; no single step may add more than .999.
     """
@@ -141,10 +141,10 @@ def ddim(
     shares: torch.Tensor,
     steps: int,
 ) -> torch.Tensor:
-    """Makes a clean sample within [-1, 1] out of noise, (batch, ...), deterministically.
+    """Denoise `start`, (batch, ...), to a sample within [-1, 1], deterministically.
 
-    It visits `steps` of the noising steps, evenly spaced, the last of them 0. `find_noise` finds the noise in a noisy
-    sample of a noising step, (batch,).
+    It takes `steps` evenly spaced noising steps, down to 0. `find_noise` predicts the noise in a sample at a noising
+    step, (batch,).
     """
     stride = len(shares) // steps
     sample = start
@@ -159,8 +159,8 @@ def ddim(
 class EMA(nn.Module):
     """Moving average of a policy's weights, which acts more steadily than the policy itself. Buffers are copied.
 
-    The n-th update keeps 1 - n^-power of it, at most .9999. The number of updates is part of its state: a resumed run
-    that began again from 0 would overwrite it with the raw weights.
+    The n-th update keeps 1 - n^-power of it, at most .9999. The number of updates is part of its state: if a resumed
+    run counted from 0, it would overwrite the average with the raw weights.
     """
 
     def __init__(self, policy: DiffusionPolicy, power: float) -> None:
@@ -172,7 +172,7 @@ class EMA(nn.Module):
 
     @torch.no_grad()
     def update(self) -> None:
-        """Call it after each optimiser step."""
+        """Update the average after an optimiser step."""
         self.updates += 1
         keep = min(1 - int(self.updates) ** -self.power, 0.9999)
         get_ema_multi_avg_fn(keep)(self._averages, self._weights, self.updates)

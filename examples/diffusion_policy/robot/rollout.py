@@ -1,4 +1,4 @@
-"""Lets policies, the scripted expert and chance play on unseen seeds, and counts who reaches the goal.
+"""Measure the success of policies, the scripted expert and random actions on unseen seeds.
 
 From the folder above, on one process; on two, which share the episodes; and with a film and a strip of one episode::
 
@@ -30,11 +30,11 @@ def read_settings() -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("checkpoint", type=Path, help="last.pth or models/model_epoch_N.pth of a run")
-    add("--players", nargs="+", help="who plays, of ema, raw, random, expert; if not given: all")
+    add("--players", nargs="+", help="some of ema, raw, random, expert (default: all)")
     add("--episodes", type=int, default=100, help="episodes, over all ranks")
     add("--horizon", type=int, default=50, help="steps in an episode")
-    add("--first-seed", type=int, default=UNSEEN, help="of the episodes; demonstrations have smaller ones")
-    add("--json", type=Path, help="file for the scores, and for who reached the goal by seed")
+    add("--first-seed", type=int, default=UNSEEN, help="seed of the first episode; demonstrations have smaller ones")
+    add("--json", type=Path, help="file for the scores and the outcome of each seed")
     add("--film", type=Path, help="file, without a suffix, for a film of the first player's first episode")
     add("--strip", type=Path, help="file for some of the film's frames side by side")
     settings = parser.parse_args()
@@ -57,12 +57,12 @@ def main(settings: argparse.Namespace) -> None:
     names = settings.players or list(players)
     if unknown := [name for name in names if name not in players]:
         raise ddpkit.CheckpointError(
-            f"{settings.checkpoint} has no player {', '.join(unknown)}; there are {', '.join(players)}"
+            f"{settings.checkpoint} has no player {', '.join(unknown)}, only {', '.join(players)}"
         )
     log.info("%s after %d steps of training, in %s", settings.checkpoint, saved["step"], saved["env_id"])
     scores = {}
     for name in names:
-        size = picture_size if name in policies else None  # the others look at no picture
+        size = picture_size if name in policies else None  # the others use no pictures
         score = evaluate(saved["env_id"], players[name], settings.episodes, settings.horizon, settings.first_seed, size)
         log.info("%-6s  %s", name, score)
         scores[name] = score.summary()

@@ -1,8 +1,7 @@
-"""Samples of demonstrations: their statistics, measured by all ranks together, and an order that ranks share.
+"""Samples of demonstrations, their statistics, and their order.
 
-Everything about a sample is a function of the seed, the epoch and the sample's number: which moment of which episode it
-is, the noise that is added to its actions, how much of it, and where its pictures are cropped. So it does not matter
-which rank, or which loading process, makes it.
+A sample depends on the seed, the epoch and its number alone: its moment and episode, the noise on its actions, the
+noise level, and the crop of its pictures. So any rank, and any loading process, makes the same.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ import ddpkit
 from .formats import open_format
 
 log = logging.getLogger("robot")
-# what the libraries raise for a file that is damaged, or is something else
+# what the libraries raise for a damaged file or another format
 BROKEN = (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error)
 
 
 @dataclass(frozen=True)
 class Episode:
-    """Where one episode is: its path in `train.data_path`, its name there, and how many steps it has."""
+    """An episode: its path in `train.data_path`, its name there, and its number of steps."""
 
     path: str
     name: str
@@ -43,7 +42,7 @@ class Episode:
 
 @dataclass(frozen=True)
 class Entries:
-    """Names of what is used of an episode: numbers that are observed, cameras, and actions."""
+    """Names of the used entries of an episode: observed numbers, cameras and actions."""
 
     numbers: tuple[str, ...]
     cameras: tuple[str, ...]
@@ -52,7 +51,7 @@ class Entries:
 
 @dataclass(frozen=True)
 class Statistics:
-    """What training needs to know of all observations and actions, by number."""
+    """Statistics of all observations and actions, by number."""
 
     mean: np.ndarray  # of the observations
     std: np.ndarray
@@ -62,7 +61,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Index:
-    """What there is to learn from, by path, and to validate with."""
+    """The episodes for training, by path, and for validation."""
 
     folders: list[list[Episode]]
     held_out: list[Episode]
@@ -73,7 +72,7 @@ class Index:
 
     @property
     def rendered_size(self) -> tuple[int, int] | None:
-        """Height and width of what the policy sees of an environment's rendering, if it sees that."""
+        """Height and width of an environment's rendering, if the policy observes it."""
         return self.picture_size if "camera" in self.entries.cameras else None
 
     @property
@@ -87,7 +86,7 @@ class Index:
 
 
 def write_shard(path: Path, env_id: str, episodes: Sequence[dict[str, np.ndarray]]) -> None:
-    """Write several episodes, each a mapping from names to arrays; the file is whole or not there."""
+    """Write several episodes, each a mapping from names to arrays; the file appears when it is complete."""
     arrays = {f"{name}_{i}": values for i, episode in enumerate(episodes) for name, values in episode.items()}
     temporary = path.with_name(f"{path.name}.tmp")
     with open(temporary, "wb") as file:
@@ -97,15 +96,15 @@ def write_shard(path: Path, env_id: str, episodes: Sequence[dict[str, np.ndarray
 
 @functools.cache
 def read_episode(path: str, name: str, entries: Entries) -> tuple[np.ndarray, np.ndarray]:
-    """Read an episode's observed numbers and its actions, (steps, numbers), in float32 whatever the disk has; once."""
+    """Read and cache an episode's observed numbers and its actions, (steps, numbers) in float32."""
     numbers, actions = (_read(path, name, names) for names in (entries.numbers, entries.actions))
     names = [*entries.numbers, *entries.actions, *entries.cameras]
     lengths = [len(part) for part in [*numbers, *actions]]
     lengths += [open_format(path).length(name, camera) for camera in entries.cameras]
     if len({*lengths}) > 1 or not lengths[0]:
         found = [f"{length} of {entry}" for length, entry in zip(lengths, names, strict=True)]
-        raise ValueError(f"it must have as many steps of each, and at least one: {', '.join(found)}")
-    nothing = np.zeros((lengths[0], 0), np.float32)  # a policy may see pictures alone
+        raise ValueError(f"all entries must have the same number of steps, at least one: {', '.join(found)}")
+    nothing = np.zeros((lengths[0], 0), np.float32)  # a policy may observe pictures alone
     return np.concatenate(numbers or [nothing], axis=1), np.concatenate(actions, axis=1)
 
 
@@ -113,7 +112,7 @@ def _read(path: str, name: str, names: Sequence[str]) -> list[np.ndarray]:
     parts = [open_format(path).read(name, entry) for entry in names]
     texts = [entry for entry, part in zip(names, parts, strict=True) if part.dtype.kind not in "biuf"]
     if texts:
-        raise UserError(f"{path}: {', '.join(texts)} holds no numbers: leave it out (there is no language here)")
+        raise UserError(f"{path}: {', '.join(texts)} holds no numbers: remove it (language is not supported)")
     return [part.reshape(len(part), math.prod(part.shape[1:])).astype(np.float32) for part in parts]
 
 
@@ -122,10 +121,10 @@ KIND = "environment", "numbers of an observation", "numbers of an action", "heig
 
 @dataclass(frozen=True)
 class Measured:
-    """What is known of an episode after it was read once."""
+    """The measurements of one episode."""
 
     episode: Episode
-    kind: tuple[str, int, int, tuple[int, int] | None]  # what all episodes must have alike: see `KIND`
+    kind: tuple[str, int, int, tuple[int, int] | None]  # must be equal in all episodes: see `KIND`
     sums: np.ndarray  # of the observations, and of their squares
     squares: np.ndarray
     low: np.ndarray  # of the actions
@@ -133,22 +132,22 @@ class Measured:
 
 
 def measure(path: str, name: str, entries: Entries) -> Measured:
-    """Read an episode and check that it can be learned from."""
+    """Read and check an episode."""
     there = open_format(path).names(name)
     missing = {*entries.numbers, *entries.cameras, *entries.actions} - {*there}
     if missing:
         raise BrokenEpisode(
             f"{path}, episode {name}, has no {', '.join(sorted(missing))}; it has {', '.join(there)}: choose in "
-            "observation.modalities.obs.low_dim and .rgb, and in train.action_keys or, if others have it, set "
+            "observation.modalities.obs.low_dim and .rgb, and in train.action_keys or, if other episodes have it, set "
             "train.on_broken_shard=skip"
         )
     observations, actions = read_episode(path, name, entries)
     if not (np.isfinite(observations).all() and np.isfinite(actions).all()):
         raise ValueError("observations and actions must be finite")
-    last = np.array([len(actions) - 1])  # which a film that is too short has not
+    last = np.array([len(actions) - 1])  # missing in a film that is too short
     sizes = {look(path, name, camera, last).shape[1:3] for camera in entries.cameras}
     if len(sizes) > 1:
-        raise UserError(f"{path}: the cameras {', '.join(entries.cameras)} have pictures of several sizes: {sizes}")
+        raise UserError(f"{path}: the cameras {', '.join(entries.cameras)} must have pictures of one size, not {sizes}")
     exact, episode = observations.astype(np.float64), Episode(path, name, len(actions))
     kind = open_format(path).env_id, observations.shape[1], actions.shape[1], sizes.pop() if sizes else None
     return Measured(episode, kind, exact.sum(0), (exact**2).sum(0), actions.min(0), actions.max(0))
@@ -158,16 +157,16 @@ def look(path: str, name: str, camera: str, steps: np.ndarray) -> np.ndarray:
     """Read pictures of an episode at some steps, (steps, height, width, 3)."""
     frames = open_format(path).frames(name, camera, steps)
     if frames.ndim != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8:
-        raise ValueError(f"{camera} holds no pictures (steps, height, width, 3) in uint8: {frames.shape[1:]}")
+        raise ValueError(f"{camera} must hold pictures (steps, height, width, 3) in uint8, not {frames.shape[1:]}")
     return frames
 
 
 class BrokenEpisode(UserError):
-    """An episode that cannot be read, or not be learned from."""
+    """An episode that cannot be read or used."""
 
 
 def scan(config: dict[str, Any]) -> Index:
-    """Read every episode once, each on one rank, and sum up what all have found, to the same bits. Collective."""
+    """Read every episode, each on one rank; the statistics have the same bits on any number of ranks. Collective."""
     episodes, held_out, entries = ddpkit.run_on_main(list_episodes, config)
     mine = range(ddpkit.get_rank(), len(episodes), ddpkit.get_world_size())
     no_bar = None if ddpkit.is_main_process() else True
@@ -185,7 +184,7 @@ def scan(config: dict[str, Any]) -> Index:
 
 
 def list_episodes(config: dict[str, Any]) -> tuple[list[tuple[str, str]], set[tuple[str, str]], Entries]:
-    """List all episodes by path and name, which of them are held out, and what is used of each."""
+    """List all episodes by path and name, the held-out ones among them, and the used entries."""
     episodes: list[tuple[str, str]] = []
     held_out: set[tuple[str, str]] = set()
     subset, validation = config["train.hdf5_filter_key"], config["train.hdf5_validation_filter_key"]
@@ -209,8 +208,8 @@ def list_episodes(config: dict[str, Any]) -> tuple[list[tuple[str, str]], set[tu
     actions = tuple(config["train.action_keys"] or [first.actions])
     if not numbers and not cameras:
         raise UserError(
-            f"{config['train.data_path'][0]} does not say what is observed: choose in observation.modalities.obs."
-            f"low_dim and .rgb among {', '.join(first.names(name))}"
+            f"{config['train.data_path'][0]} does not name its observations: set observation.modalities.obs.low_dim "
+            f"and .rgb to some of {', '.join(first.names(name))}"
         )
     return episodes, held_out, Entries(numbers, cameras, actions)
 
@@ -222,7 +221,7 @@ def _try_to_measure(path: str, name: str, entries: Entries) -> Measured | UserEr
         return error
     except BROKEN as error:
         reason = str(error).strip() or type(error).__name__
-        remedy = "Make it again, delete it, or set train.on_broken_shard=skip"
+        remedy = "Record it again, delete it, or set train.on_broken_shard=skip"
         return BrokenEpisode(f"{path}: episode {name} is broken: {reason}. {remedy}")
 
 
@@ -236,13 +235,13 @@ def _sum_up(
     for path in config["train.data_path"]:
         folders.append([one.episode for one in training if one.episode.path == path])
         if not folders[-1]:
-            raise UserError(f"{path} has no episode to learn from: all are broken, or held out for validation")
+            raise UserError(f"{path} has no episode to train on: all are broken or held out for validation")
     if config["experiment.validate"] and not validation:
         raise UserError("no episode is held out for validation: raise train.validation_fraction")
     count = sum(one.episode.steps for one in training)
     mean = sum(one.sums for one in training) / count
     std = np.sqrt(np.maximum(sum(one.squares for one in training) / count - mean**2, 0))
-    std = np.where(std > 1e-4, std, 1.0)  # what never moves stays 0
+    std = np.where(std > 1e-4, std, 1.0)  # constant numbers stay 0
     low = np.min([one.low for one in training], axis=0)
     high = np.max([one.high for one in training], axis=0)
     env_id, _, _, picture_size = measured[0].kind
@@ -251,7 +250,7 @@ def _sum_up(
 
 
 def check_kinds(measured: list[Measured]) -> None:
-    """Raise, with examples, if the episodes differ in what all must have alike."""
+    """Raise, with examples, if the episodes differ in one of `KIND`."""
     for name, values in zip(KIND, zip(*(one.kind for one in measured), strict=True), strict=False):
         found = []
         for value in dict.fromkeys(values):
@@ -260,16 +259,16 @@ def check_kinds(measured: list[Measured]) -> None:
         if len(found) > 1:
             raise UserError(
                 f"the demonstrations do not fit together: episodes differ in {name}: {'; '.join(found)}. "
-                "Leave some out of train.data_path, or choose entries that are alike in "
+                "Remove some from train.data_path, or choose entries that all share in "
                 "observation.modalities.obs.low_dim and .rgb, and in train.action_keys"
             )
 
 
 class Samples(Dataset[dict[str, np.ndarray]]):
-    """The samples of an epoch, in the order in which all ranks together take them.
+    """The `length` samples of an epoch, in the order in which all ranks together take them.
 
-    From several paths they are drawn by weight, by default by their steps. In an epoch, which has `length` samples, no
-    moment of a path comes again before all others came.
+    Paths are drawn by weight, by default by their number of steps. In an epoch, no moment of a path repeats before all
+    others were drawn.
     """
 
     def __init__(
@@ -285,7 +284,7 @@ class Samples(Dataset[dict[str, np.ndarray]]):
         self.predicted = config["algo.horizon.prediction_horizon"]
         self.noising_steps = config["algo.ddpm.num_train_timesteps"]
         self.crop = crop_size(config)
-        self.order_epoch = -1  # of which the order was drawn last
+        self.order_epoch = -1  # of the order drawn last
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -314,7 +313,7 @@ class Samples(Dataset[dict[str, np.ndarray]]):
         return self.episodes[episodes[number]], int(steps[number])
 
     def _draw_order(self) -> tuple[np.ndarray, np.ndarray]:
-        """Draw episode and step of each sample: of each path all its moments, shuffled, again and again."""
+        """Draw episode and step of each sample: shuffle all moments of each path, as often as needed."""
         rng = np.random.default_rng(ddpkit.sample_seed(self.seed, self.epoch, self.length))
         folders = rng.choice(len(self.sizes), size=self.length, p=self.shares)
         moments = np.zeros(self.length, int)  # counted through all paths
@@ -334,7 +333,7 @@ class Samples(Dataset[dict[str, np.ndarray]]):
 def cut(
     observations: np.ndarray, actions: np.ndarray, step: int, observation_horizon: int, prediction_horizon: int
 ) -> dict[str, np.ndarray]:
-    """Cut out the numbers of one sample; before the beginning and after the end the first and the last repeat."""
+    """Cut out the numbers of one sample; before the start and after the end, the first and the last repeat."""
     first, last = step + 1 - observation_horizon, len(actions) - 1
     seen = np.maximum(np.arange(first, step + 1), 0)
     planned = np.maximum(np.minimum(np.arange(first, first + prediction_horizon), last), 0)
@@ -342,7 +341,7 @@ def cut(
 
 
 def crop_size(config: dict[str, Any]) -> tuple[int, int] | None:
-    """Return the height and width to which pictures are cropped, if they are."""
+    """Return the height and width to which pictures are cropped, or None."""
     randomizer = "observation.encoder.rgb.obs_randomizer_"
     if config[f"{randomizer}class"] is None:
         return None
@@ -367,7 +366,7 @@ def make_loader(index: Index, config: dict[str, Any], batch_size: int) -> Any:
 
 
 def make_validation_loader(index: Index, config: dict[str, Any], batch_size: int) -> Any:
-    """Make this rank's loader of its part of the moments that are held out, or of some of them."""
+    """Make this rank's loader of its share of the held-out samples, or of some of them."""
     most = config["experiment.validation_epoch_every_n_steps"] * batch_size * ddpkit.get_world_size()
     length = min(most, sum(episode.steps for episode in index.held_out))
     samples = Samples([index.held_out], index.entries, length=length, weights=None, config=config)

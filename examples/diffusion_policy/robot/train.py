@@ -1,7 +1,7 @@
-"""Trains a diffusion policy on demonstrations, on one process or on any number of ranks.
+"""Train a diffusion policy on demonstrations, on one process or on any number of ranks.
 
 From the folder above, after `python -m robot.collect`: on one process; on four ranks with a learning rate for the
-larger batch; on two GPUs in one process, which is slower than two ranks; and going on with a run, also on other ranks::
+larger batch; on two GPUs in one process, which is slower than two ranks; and resuming a run, on any number of ranks::
 
     python -m robot.train load_from=config.json
     torchrun --nproc_per_node=4 -m robot.train load_from=config.json train.batch_size=128 \\
@@ -9,7 +9,7 @@ larger batch; on two GPUs in one process, which is slower than two ranks; and go
     CUDA_VISIBLE_DEVICES=0,1 python -m robot.train
     torchrun --nproc_per_node=2 -m robot.train train.resume=runs/fetch_pick_and_place/20250101120000
 
-What to expect: README.md, in the folder above, has the measured results. `robot/config.py` lists all settings.
+README.md, in the folder above, has the measured results. `robot/config.py` lists all settings.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def main(job: ddpkit.Context, stop: ddpkit.Stop) -> None:
     saved = (
         checkpoints.restore(saver, folder, config, parts) if resumes else {"step": 0, "epoch": 0, "steps_of_next": 0}
     )
-    optimizer.param_groups[0]["weight_decay"] = weight_decay  # by the settings, also where a checkpoint has another
+    optimizer.param_groups[0]["weight_decay"] = weight_decay  # of the settings, not of the checkpoint
 
     checkpoints.record(folder, config)
     log.info("%s\n\nwriting to %s\n", plan, folder)
@@ -98,7 +98,7 @@ def main(job: ddpkit.Context, stop: ddpkit.Stop) -> None:
     boards = open_boards(folder, config, saved)
     about = {"config": nested(config), "env_id": index.env_id, "entries": vars(index.entries)}
     about |= {"picture_size": index.rendered_size, "wandb_id": boards.run_id}
-    step, done = saved["step"], saved["steps_of_next"]  # of an epoch that was stopped before its end
+    step, done = saved["step"], saved["steps_of_next"]  # of an interrupted epoch
     if done:
         place = {"epoch": saved["epoch"] + 1, "consumed": done * plan.global_batch_size}
         loader.load_state_dict(loader.state_dict() | place)
@@ -147,9 +147,9 @@ def main(job: ddpkit.Context, stop: ddpkit.Stop) -> None:
                 ddpkit.run_on_main(checkpoints.copy, path, folder / "last.pth")
             break
         steps, done = done - begun_at, 0
-        # a run that was stopped at the very end of an epoch, and resumed, does not know its loss
+        # a run stopped at the very end of an epoch has no loss to report when it resumes
         news = {"train/loss": ddpkit.all_reduce_mean(losses.item() / steps if steps else math.nan)}
-        speed = steps / (time.monotonic() - begun)  # a GPU has done its work only when the loss was read
+        speed = steps / (time.monotonic() - begun)  # reading the loss above has synchronised the GPU
         news |= {"train/learning_rate": optimizer.param_groups[0]["lr"], "train/steps_per_second": speed}
         text = "Train Epoch %d: loss %.4f, learning rate %.2e, %.1f steps/s, %.0f samples/s"
         log.info(text, epoch, *news.values(), speed * plan.global_batch_size)
@@ -160,7 +160,7 @@ def main(job: ddpkit.Context, stop: ddpkit.Stop) -> None:
         if saves:
             path = saver.save(step, **parts, epoch=epoch, steps_of_next=0, **about)
             ddpkit.run_on_main(checkpoints.publish, path, folder, config, epoch, news)
-        if rolls_out and checkpoints.due(epoch, roll_out_every, epochs):  # saved before, for environments may fail
+        if rolls_out and checkpoints.due(epoch, roll_out_every, epochs):  # after saving, as environments may fail
             roll_out(actor, index, config, folder, boards, epoch)
     boards.close()
     log.info("%s after step %d: %s", "stopped" if stop.reason else "done", step, folder)
@@ -175,14 +175,14 @@ def read_arguments() -> tuple[list[str], str | None]:
 
 
 def try_environment(index: Index) -> None:
-    """Try now, not after some epochs, where policies are to act."""
+    """Try the environment before training starts."""
     if not index.env_id:
         raise UserError(
-            "the demonstrations name no environment to try policies in: set experiment.env to one of gymnasium's or "
-            "to module:Class, or experiment.rollout.enabled=false"
+            "the demonstrations name no environment: set experiment.env to a gymnasium id or to module:Class, or "
+            "experiment.rollout.enabled=false"
         )
     try:
-        from .environments import check_environment  # here, as below: training alone needs no simulator
+        from .environments import check_environment  # imported here, as training alone needs no simulator
     except ImportError as error:
         raise UserError(
             f"{index.env_id} needs a package that is not installed ({error}): pip install -e '.[examples-robot]' in "
@@ -193,7 +193,7 @@ def try_environment(index: Index) -> None:
 
 @user_error("train.batch_size", ValueError)
 def plan_batches(config: Config, world_size: int) -> ddpkit.ScalePlan:
-    """Say how large batches are, and the learning rate for them."""
+    """Choose the batch sizes and the learning rate."""
     return ddpkit.ScalePlan(
         config["train.batch_size"],
         config["algo.optim_params.policy.learning_rate.initial"],
@@ -212,7 +212,7 @@ def make_optimizer(policy: DiffusionPolicy, config: Config, lr: float) -> torch.
 
 
 def load_encoders(policy: DiffusionPolicy, config: Config) -> None:
-    """Begin with a file of ResNet-18's weights, if there is one, for each camera."""
+    """Load pretrained weights into each camera's ResNet, if the settings name a file."""
     key = "observation.encoder.rgb.core_kwargs.backbone_kwargs.weights"
     if config[key] is None:
         return
@@ -220,11 +220,11 @@ def load_encoders(policy: DiffusionPolicy, config: Config) -> None:
         weights = torch.load(config[key], map_location="cpu", weights_only=True)
     for encoder in policy.encoders:
         left = encoder.load_pretrained(weights)
-    log.info("%s: not used are %s", config[key], ", ".join(left) or "none")
+    log.info("%s: unused weights: %s", config[key], ", ".join(left) or "none")
 
 
 def wrap(policy: DiffusionPolicy, config: Config, world_size: int, gpus: int) -> torch.nn.Module:
-    """Wraps as asked or, by itself, in DDP on several ranks and in DataParallel on several GPUs of one process."""
+    """Wrap by `train.strategy`; "auto" is DDP on several ranks and DataParallel on several GPUs of one process."""
     strategy = config["train.strategy"]
     if strategy == "auto" and world_size == 1 and gpus > 1:
         log.warning("DataParallel on %d GPUs; faster: torchrun --nproc_per_node=%d -m robot.train ...", gpus, gpus)
@@ -232,22 +232,22 @@ def wrap(policy: DiffusionPolicy, config: Config, world_size: int, gpus: int) ->
     try:
         return ddpkit.wrap_model(policy, strategy, broadcast_buffers=False)
     except ddpkit.DdpkitError as error:
-        if type(error) is not ddpkit.DdpkitError:  # another rank's end, for instance
+        if type(error) is not ddpkit.DdpkitError:  # another rank's failure, for instance
             raise
         raise UserError(f"train.strategy: {error}") from error
 
 
 def check_all_used(policy: DiffusionPolicy) -> None:
-    """Raise if the loss does not depend on some weights, which DDP would only number."""
+    """Raise if the loss does not depend on some weights, and name them; DDP would only give numbers."""
     if unused := without_gradient(policy):
         raise UserError(
             f"the loss does not depend on {', '.join(unused)}: on several ranks, use them in the forward pass, delete "
-            "them, or freeze them by requires_grad_(False)"
+            "them, or freeze them with requires_grad_(False)"
         )
 
 
 def lr_factor(config: Config, step: int) -> float:
-    """What the learning rate is multiplied with after `step` optimiser steps; it needs no state to resume."""
+    """Return the factor of the learning rate after `step` optimiser steps; there is no state to save."""
     rate, every = "algo.optim_params.policy.learning_rate.", config["experiment.epoch_every_n_steps"]
     warmup = config[f"{rate}warmup_steps"]
     if step < warmup:
@@ -268,7 +268,7 @@ def to_device(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str,
 
 @torch.no_grad()
 def validate(policy: DiffusionPolicy, loader: Any, device: torch.device) -> float:
-    """Compute the mean loss on moments that are held out, with the same noise each time. Collective."""
+    """Compute the mean loss on the held-out samples, with the same noise each time. Collective."""
     loader.set_epoch(0)
     total, count = 0.0, 0
     with evaluating(policy):
@@ -281,7 +281,7 @@ def validate(policy: DiffusionPolicy, loader: Any, device: torch.device) -> floa
 
 
 def make_equal(policy: DiffusionPolicy, optimizer: torch.optim.Optimizer, ema: EMA | None) -> None:
-    """Average each rank's own statistics of batches; raise if anything else differs between ranks. Collective."""
+    """Average BatchNorm statistics over ranks; raise if anything else differs between ranks. Collective."""
     ddpkit.sync_buffers(policy)
     ddpkit.check_replicas(policy, optimizer)
     if ema:
@@ -290,7 +290,7 @@ def make_equal(policy: DiffusionPolicy, optimizer: torch.optim.Optimizer, ema: E
 
 
 def open_boards(folder: Path, config: Config, saved: dict[str, Any]) -> Boards:
-    """Open what the settings ask for: TensorBoard, and Weights & Biases. Collective."""
+    """Open TensorBoard and Weights & Biases, as the settings say. Collective."""
     section = "experiment.logging."
     tensorboard = folder / "logs" / "tb" if config[f"{section}log_tb"] else None
     wandb = None
@@ -310,7 +310,7 @@ def roll_out(policy: DiffusionPolicy, index: Index, config: Config, folder: Path
     saves = config["experiment.save.enabled"]
     about = f"rollouts in {index.env_id} after epoch {epoch}"
     if saves:
-        about += f", which is saved (go on with train.resume={folder})"
+        about += f", which is saved (resume with train.resume={folder})"
     with user_error(about, UserError), keeping_random_state(policy.mean.device):
         score = evaluate(index.env_id, player, episodes, horizon, picture_size=size)
         log.info("Epoch %d rollouts: success %s, %.0f s", epoch, score, time.monotonic() - begun)
@@ -322,12 +322,12 @@ def roll_out(policy: DiffusionPolicy, index: Index, config: Config, folder: Path
     boards.add({"rollout/success_rate": score.rate}, epoch)
     if saves:
         ddpkit.run_on_main(checkpoints.keep_best, folder / "last.pth", folder, config, epoch, "success", score.rate)
-    ddpkit.run_on_main(score.write, checkpoints.score_path(folder, epoch))  # says that all is done
+    ddpkit.run_on_main(score.write, checkpoints.score_path(folder, epoch))  # marks the rollouts as done
 
 
 @contextmanager
 def keeping_random_state(device: torch.device) -> Iterator[None]:
-    """Draw in a block what others do not notice: the checkpoint from which a run goes on was saved before."""
+    """Restore the random state after a block: the checkpoint to resume from was saved before it."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains on all GPUs of this machine, or with two processes on its CPU; settings are passed on:
+# Train on all GPUs of this machine, or with two processes on its CPU; arguments are settings:
 #   scripts/train_multi_gpu.sh train.batch_size=64
 #   CUDA_VISIBLE_DEVICES=2,3 scripts/train_multi_gpu.sh      on these GPUs
 #   NPROC=4 scripts/train_multi_gpu.sh                       with this number of processes

@@ -1,4 +1,4 @@
-"""Video deblurring: the parts of the trainer; `main_train_vrt.py` and `main_test_vrt.py` put them together."""
+"""Video deblurring: the parts of `main_train_vrt.py` and `main_test_vrt.py`."""
 
 import sys
 from pathlib import Path

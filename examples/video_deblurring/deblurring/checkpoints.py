@@ -1,4 +1,4 @@
-"""Sets of checkpoint files of one iteration: `<iter>_G.pth`, `<iter>_E.pth` and, last, `<iter>_optimizerG.pth`."""
+"""Checkpoints, each a set of files: `<iter>_G.pth`, `<iter>_E.pth` and, last, `<iter>_optimizerG.pth`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 
 
 def save_set(models: Path, step: int, nets: Mapping[str, nn.Module | None], **state: Any) -> None:
-    """Writes the files of an iteration, of the networks by letter and of what else a run needs to go on. Collective.
+    """Write the files of an iteration: the networks by letter, and the state that a run needs to resume. Collective.
 
-    The networks are bare state dicts on the CPU. The optimizer's file is a `ddpkit.Checkpointer`'s. Each file appears
-    when it is complete, that one last: with it the set is complete.
+    The networks are bare state dicts on the CPU; `ddpkit.Checkpointer` writes the optimizer's file. Each file appears
+    when it is complete, the optimizer's last.
     """
     ddpkit.run_on_main(_write_nets, models, step, nets)
     scratch = models / f".{step}"
@@ -35,7 +35,7 @@ def save_set(models: Path, step: int, nets: Mapping[str, nn.Module | None], **st
 
 
 def list_sets(models: Path) -> list[int]:
-    """The iterations of the complete sets, newest first."""
+    """List the iterations of the complete sets, newest first."""
     names = {path.name for path in models.glob("*_*.pth")} if models.is_dir() else set()
     steps = {int(match[1]) for name in names if (match := re.fullmatch(r"(\d+)_optimizerG\.pth", name))}
     return sorted((step for step in steps if f"{step}_G.pth" in names), reverse=True)
@@ -43,7 +43,7 @@ def list_sets(models: Path) -> list[int]:
 
 @dataclass(frozen=True)
 class Found:
-    """A set that was read: the networks' state dicts by letter, and what else was saved."""
+    """A set that was read: the networks' state dicts by letter, and the other saved state."""
 
     path: Path  # of the optimizer's file
     weights: dict[str, dict[str, Tensor]]
@@ -51,7 +51,7 @@ class Found:
 
 
 def find_newest(models: Path) -> Found | None:
-    """Reads the newest complete set, and the one before it if that cannot be read. Collective."""
+    """Read the newest complete set; if that fails, try the one before it. Collective."""
     steps = ddpkit.run_on_main(list_sets, models)
     for step in steps:
         try:
@@ -60,12 +60,12 @@ def find_newest(models: Path) -> Found | None:
             if ddpkit.is_main_process():
                 log.warning("%s Trying the set before it.", error)
     if steps:
-        raise UserError(f"none of the {len(steps)} sets in {models} can be read; move them away to start anew")
+        raise UserError(f"none of the {len(steps)} sets in {models} can be read; move them away to start over")
     return None
 
 
 def _read_set(models: Path, step: int) -> Found:
-    """Read a set; raise a `CheckpointError` on every rank if that cannot be done. Collective."""
+    """Read a set; raise a `CheckpointError` on every rank if that fails. Collective."""
     path = models / f"{step}_optimizerG.pth"
     saved = ddpkit.Checkpointer(models).load(path)
     weights, problem = {}, ""
@@ -80,7 +80,7 @@ def _read_set(models: Path, step: int) -> Found:
 
 
 def restore_set(found: Found, nets: Mapping[str, nn.Module | None], **objects: Any) -> None:
-    """Loads a set into networks and objects; an E that the set has not got becomes its G. Collective."""
+    """Load a set into networks and objects; without an E in the set, E is loaded from G. Collective."""
     another = f"to train another network, name another task, or move {found.path.parent} away"
     for letter, net in nets.items():
         if net is not None:
@@ -91,7 +91,7 @@ def restore_set(found: Found, nets: Mapping[str, nn.Module | None], **objects: A
 
 
 def load_weights(net: nn.Module, path: str | Path, *, strict: bool = True, average: bool = False) -> None:
-    """Load a state dict, bare or as `params` or, which an average prefers, `params_ema` of a released file."""
+    """Load a state dict, bare or under `params` or `params_ema` of a released file; an average prefers the latter."""
     weights = _read(Path(path))
     for key in sorted(("params", "params_ema"), reverse=average):
         if isinstance(weights.get(key), dict):
@@ -101,17 +101,17 @@ def load_weights(net: nn.Module, path: str | Path, *, strict: bool = True, avera
 
 
 def fit(net: nn.Module, weights: Mapping[str, Tensor], path: str | Path, strict: bool = True) -> None:
-    """Load a state dict; what does not fit is an error or, if not strict, listed in a warning and left out."""
+    """Load a state dict; tensors that do not fit are an error or, if not strict, skipped with a warning."""
     here, there = net.state_dict(), ddpkit.clean_state_dict(weights)
     try:
         net.load_state_dict(there)
-    except RuntimeError as error:  # it lists all that does not fit
+    except RuntimeError as error:  # it lists every misfit
         message = f"{path} does not fit the network of the options: {error}"
         fitting = {n: value for n, value in there.items() if n in here and here[n].shape == value.shape}
         if strict or not fitting:
             raise UserError(message) from error
         if ddpkit.is_main_process():
-            log.warning("%s\n  the other %d fit and are loaded", message, len(fitting))
+            log.warning("%s\n  the other %d fit and were loaded", message, len(fitting))
         net.load_state_dict(here | fitting)
 
 
@@ -128,11 +128,11 @@ def _read(path: Path) -> dict[str, Tensor]:
 @user_error("cannot save", OSError)
 def _write_nets(models: Path, step: int, nets: Mapping[str, nn.Module | None]) -> None:
     models.mkdir(parents=True, exist_ok=True)
-    (models / f"{step}_optimizerG.pth").unlink(missing_ok=True)  # an older set of this iteration is one no longer
+    (models / f"{step}_optimizerG.pth").unlink(missing_ok=True)  # an older set of this iteration is now incomplete
     for letter, net in nets.items():
         if net is not None:
             state = {name: value.cpu() for name, value in ddpkit.unwrap_model(net).state_dict().items()}
-            torch.save(state, buffer := io.BytesIO())  # torch would hide what the disk says
+            torch.save(state, buffer := io.BytesIO())  # torch would hide the disk's error
             temporary = models / f".{step}_{letter}.tmp"
             temporary.write_bytes(buffer.getbuffer())
             os.replace(temporary, models / f"{step}_{letter}.pth")

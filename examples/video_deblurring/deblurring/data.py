@@ -1,4 +1,4 @@
-"""Clips of sharp and blurred frames, and crops of them to train on."""
+"""Clips of sharp and blurred frames, and random crops for training."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ HELD_OUT = {  # of REDS, by val_partition
 
 
 class Clip:
-    """The frames of one clip: blurred ("L"), sharp ("H") and spike counts ("S"), where the options name such.
+    """The frames of one clip: blurred ("L") and, if the options name them, sharp ("H") and spike counts ("S").
 
     A frame is an array of bytes, (height, width, 3), for spikes (WINDOW, height / 2, width / 2). The sharp frames are
-    `scale` times as high and wide as the blurred ones. Sources read the files, of which each part has equally many.
+    `scale` times as high and wide as the blurred ones. Sources read the files; each part has as many.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Clip:
         self.name, self.names, self.parts = name, names, tuple(files)
         self._files, self._sources = files, sources
         self.cache: Cache | None = None
-        self.slots: dict[str, int] = {}  # of the first frame of each part there
+        self.slots: dict[str, int] = {}  # of each part's first frame in the cache
         first = self.parts[0]
         factor = 1 if first == "H" else scale
         at_first = shape_of(sources[first], files[first][0], first)
@@ -56,7 +56,7 @@ class Clip:
         return len(self.names)
 
     def check_multiple(self, factor: int, where: str) -> None:
-        """Raise if the sharp frames' height and width are no multiples of a number."""
+        """Raise if the sharp frames' height or width is not a multiple of a number."""
         if self.height % factor or self.width % factor:
             raise UserError(
                 f"clip {self.name} has frames of {self.width} x {self.height}: {where}, width and height must be "
@@ -64,12 +64,12 @@ class Clip:
             )
 
     def check_file(self, part: str, number: int, whole: bool = False) -> None:
-        """Raise if a frame does not fit the clip's first one or, if asked, if its file is not whole."""
+        """Raise if a frame does not fit the clip's first one or, with `whole`, if its file is not complete."""
         where = self._files[part][number]
         self._check(where, shape_of(self._sources[part], where, part, whole), part)
 
     def frame(self, part: str, number: int) -> NDArray[np.uint8]:
-        """Read a frame, or look it up where it has been read before."""
+        """Read a frame, from the cache if it is there."""
         if self.cache is None:
             return self._load(part, number)
         slot = self.slots[part] + number
@@ -88,7 +88,7 @@ class Clip:
 
     def _check(self, where: str, shape: tuple[int, ...], part: str) -> None:
         if shape != self.shapes[part]:
-            raise UserError(f"{where} holds {shape}, but {self.shapes[part]} fits the clip's first frame")
+            raise UserError(f"{where} holds {shape}, but must hold {self.shapes[part]} to fit the clip's first frame")
 
     def stack(self, part: str) -> NDArray[np.uint8]:
         """Read all frames of a part, with the channels first: (n, channels, height, width)."""
@@ -97,10 +97,10 @@ class Clip:
 
 
 def find_clips(data: dict[str, Any], least: int, scale: int = 1) -> list[Clip]:
-    """Find the clips that a `datasets` section of the options names, each of at least so many frames. Collective."""
+    """Find the clips of a `datasets` section, each of at least `least` frames. Collective."""
     sources = {part: open_source(data[key], part) for part, key in PARTS.items() if data[key]}
     listed = data["meta_info_file"]
-    first = next(iter(sources))  # the sharp frames or, where there are none, the blurred ones
+    first = next(iter(sources))  # the sharp frames or, without them, the blurred ones
     names = _listed_names(listed) if listed else dict.fromkeys(sources[first].clips(), ())
     clips = []
     for name, wanted in names.items():
@@ -112,7 +112,7 @@ def find_clips(data: dict[str, Any], least: int, scale: int = 1) -> list[Clip]:
     for clip in clips:
         if len(clip) < least:
             place = Path(data[PARTS[first]], clip.name)
-            raise UserError(f"{place} has {len(clip)} frames, but {least} are taken at once")
+            raise UserError(f"{place} has {len(clip)} frames, but at least {least} are needed")
     _warn_of_gaps(clips)
     if data["cache_data"]:
         _keep_all(clips)
@@ -120,7 +120,7 @@ def find_clips(data: dict[str, Any], least: int, scale: int = 1) -> list[Clip]:
 
 
 def _warn_of_gaps(clips: list[Clip]) -> None:
-    """Tell of clips whose frames are not numbered in equal steps: neighbours in the list are none in time."""
+    """Warn of clips whose frames are not numbered in equal steps: frames seem to be missing."""
     gaps = []
     for clip in clips:
         numbers = [number for name in clip.names for number in re.findall(r"\d+", name)[-1:]]
@@ -134,7 +134,7 @@ def _warn_of_gaps(clips: list[Clip]) -> None:
 def _find_pieces(
     name: str, wanted: Sequence[int], data: dict[str, Any], sources: dict[str, Source], scale: int
 ) -> list[Clip]:
-    """Find a clip, or as many as there are pieces that its frames were cut into."""
+    """Find a clip, or one for each piece that its frames were cut into."""
     files = {part: source.frames(name) for part, source in sources.items()}
     here, *others = (f"{data[PARTS[part]]}/{name}" for part in files)
     named, *rest = files.values()
@@ -149,7 +149,7 @@ def _find_pieces(
     clips = []
     for piece, frames in sub_images(named).items():
         chosen = frames
-        if len(wanted) == 2:  # so many from a first one on
+        if len(wanted) == 2:  # a number of frames and the first one
             count, first = wanted
             chosen = {
                 whole: frames[whole] for whole in frames if not whole.isdigit() or 0 <= int(whole) - first < count
@@ -162,7 +162,7 @@ def _find_pieces(
 
 
 def _keep_all(clips: list[Clip]) -> None:
-    """Give clips a cache for the frames of all of them. Collective."""
+    """Give all clips one shared cache. Collective."""
     sizes: list[int] = []
     for clip in clips:
         for part in clip.parts:
@@ -175,7 +175,7 @@ def _keep_all(clips: list[Clip]) -> None:
 
 @user_error("cannot read meta_info_file", OSError, ValueError)
 def _listed_names(file: str) -> dict[str, list[int]]:
-    """Read clips and, where they are said, how many frames they have and the first; "000 100 (720,1280,3) 0"."""
+    """Read clips and, if given, their number of frames and the first one: "000 100 (720,1280,3) 0"."""
     names = {}
     for line in Path(file).read_text().splitlines():
         name, *rest = re.sub(r"\(.*?\)", "", line).split() or [""]
@@ -185,11 +185,11 @@ def _listed_names(file: str) -> dict[str, list[int]]:
 
 
 class Crops:
-    """Random crops of `num_frame` frames, augmented; the samples of an epoch cover the frames about once.
+    """Random crops of `num_frame` frames, augmented; an epoch covers each frame about once.
 
-    What a sample is depends on (seed, epoch, index) alone, so any number of ranks and workers draws the same. It
-    holds, by part, bytes of shape (frames, channels, height, width): "H" of `gt_size` pixels a side, "L" of as many
-    by the scale, "S" of half of it.
+    A sample depends on (seed, epoch, index) alone, so that any number of ranks and workers draws the same. It holds, by
+    part, bytes of shape (frames, channels, height, width): "H" has `gt_size` pixels a side, "L" `gt_size` / scale, "S"
+    half of `gt_size`.
     """
 
     def __init__(self, clips: list[Clip], data: dict[str, Any], seed: int, scale: int = 1) -> None:
@@ -242,7 +242,7 @@ class Crops:
 
 
 def make_loader(crops: Crops, data: dict[str, Any], batch_size: int) -> ddpkit.Loader:
-    """Make this rank's loader of batches of crops, as the options say."""
+    """Make this rank's loader of crops."""
     if len(crops) < batch_size * ddpkit.get_world_size():
         raise UserError(f"an epoch's {len(crops)} crops do not fill one batch of all ranks: lower the batch size")
     names = ("shuffle", "pin_memory", "persistent_workers", "prefetch_factor")
@@ -253,21 +253,21 @@ def make_loader(crops: Crops, data: dict[str, Any], batch_size: int) -> ddpkit.L
 
 
 def count_workers(asked: int) -> int:
-    """Count the processes that are to load data for this rank: no more than it has cores, as the original's 32 are."""
+    """Limit the number of loading processes to this rank's share of the cores; the original's 32 are too many."""
     most = max(1, len(os.sched_getaffinity(0)) // ddpkit.get_local_world_size())
     if asked > most:
-        log.info("%d loading processes per rank instead of %d: there are no more cores", most, asked)
+        log.info("%d loading processes per rank instead of %d: that is each rank's share of the cores", most, asked)
     return min(asked, most)
 
 
 def reverse(frames: Any, part: str) -> Any:
-    """Turn time around, in an array or a tensor: spikes have it twice."""
+    """Reverse time in an array or a tensor; spikes have two time axes."""
     axes = (0, 1) if part == "S" else (0,)
     return np.flip(frames, axes) if isinstance(frames, np.ndarray) else frames.flip(axes)
 
 
 def _cut(frame: NDArray[np.uint8], part: str, y: int, x: int, size: int) -> NDArray[np.uint8]:
-    """A square of a frame, channels first."""
+    """Cut a square out of a frame, channels first."""
     if part == "S":
         return frame[:, y : y + size, x : x + size]
     return frame[y : y + size, x : x + size].transpose(2, 0, 1)

@@ -1,4 +1,4 @@
-"""Frames where they lie, in folders or in LMDB; and the cache of decoded ones that all ranks of a node share."""
+"""Read frames from folders or LMDB; cache decoded frames for all ranks of a node."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _UNREADABLE = (OSError, ValueError, EOFError, SyntaxError)  # the last two: an e
 
 
 def remedy(path: str | Path) -> str:
-    """Say what to do where there are no frames; only the example's own can be made."""
+    """Say what to do if there are no frames; `prepare.py` makes the example's."""
     if ROOT in Path(path).parents:
         return "run prepare.py to make the example's data, or name your own in the option file"
     return "name a folder that holds a folder of frames for each clip"
 
 
 def by_number(name: str) -> list[str | int]:
-    """Sort names as their numbers count: 2 before 10."""
+    """Sort names by the numbers in them: 2 before 10."""
     return [int(piece) if piece.isdecimal() else piece for piece in re.split(r"(\d+)", name)]
 
 
@@ -87,7 +87,7 @@ class Folders:
         lost += [path.name for path in files if frames[path.stem] != str(path)]
         if lost:
             raise UserError(
-                f"{folder} holds {len(frames)} frames and {len(lost)} more that would not be read, "
+                f"{folder} holds {len(frames)} frames and {len(lost)} more that would be ignored, "
                 f"{', '.join(lost[:5])}: each frame must be one file, {' or '.join(self._suffixes)}"
             )
         return frames
@@ -97,22 +97,22 @@ class Folders:
 
 
 def _visible(folder: Path) -> list[Path]:
-    """List what is in a folder, in the order of the numbers."""
+    """List a folder without hidden files, in the order of the numbers."""
     paths = [path for path in folder.iterdir() if not path.name.startswith(".")]
     return sorted(paths, key=lambda path: by_number(path.name))
 
 
 def _kind(name: str) -> str:
-    """Leave out of a frame's name what tells it from the other frames: Thumbs.db is none."""
+    """Replace the numbers in a name, so that all frames have one kind and Thumbs.db another."""
     return re.sub(r"\d+", "0", name)
 
 
 class Lmdb:
-    """A data base as KAIR's and BasicSR's scripts write it: encoded pictures by `<clip>/<frame>`, and their list."""
+    """A database from KAIR's or BasicSR's scripts: encoded pictures by `<clip>/<frame>`, and their list."""
 
     def __init__(self, root: str) -> None:
         if importlib.util.find_spec("lmdb") is None:
-            raise UserError(f"{root}: to read it takes the package lmdb (pip install lmdb)")
+            raise UserError(f"{root} needs the package lmdb (pip install lmdb)")
         self._root = root
         with user_error(f"{root} lacks the list of its pictures, which create_lmdb.py writes", OSError):
             lines = Path(root, "meta_info.txt").read_text().splitlines()
@@ -133,7 +133,7 @@ class Lmdb:
     def open(self, frame: str) -> BinaryIO:
         import lmdb
 
-        # opened for each frame: one that is open when a loading process is forked is of no use there
+        # opened for each frame: an environment opened before a fork cannot be used after it
         with (
             user_error(f"cannot open {self._root}", lmdb.Error),
             lmdb.open(self._root, readonly=True, lock=False, readahead=False, create=False) as environment,
@@ -145,11 +145,11 @@ class Lmdb:
         return io.BytesIO(found)
 
 
-Source = Folders | Lmdb  # one part of a data set: its clips, and their frames by names without the suffix
+Source = Folders | Lmdb  # one part of a data set: its clips and their frames, named without suffix
 
 
 def decode(source: Source, frame: str, part: str) -> NDArray[np.uint8]:
-    """Read a frame: (height, width, 3), or the array of its spikes."""
+    """Read a frame, (height, width, 3), or its spikes."""
     with user_error(f"cannot read {frame}", *_UNREADABLE), source.open(frame) as file:
         if part != "S":
             with _open_picture(file, frame) as image:
@@ -161,14 +161,14 @@ def decode(source: Source, frame: str, part: str) -> NDArray[np.uint8]:
 
 
 def shape_of(source: Source, frame: str, part: str, whole: bool = False) -> tuple[int, ...]:
-    """Find the shape that `decode()` gives, without decoding; if asked, check that the file is whole."""
+    """Return the shape of `decode()` without decoding; with `whole`, check that the file is complete."""
     if part == "S":
         return decode(source, frame, part).shape
     with user_error(f"cannot read {frame}", *_UNREADABLE), source.open(frame) as file:
         with _open_picture(file, frame) as image:
             shape = (image.height, image.width, 3)
             if whole and image.format == "PNG":
-                image.verify()  # by check sums, in a tenth of the time
+                image.verify()  # by checksums, in a tenth of the time
             elif whole:
                 image.draft("RGB", (1, 1))  # JPEG: at an eighth of the size
                 image.load()
@@ -183,7 +183,7 @@ def _open_picture(file: BinaryIO, frame: str) -> Image.Image:
 
 
 def sub_images(names: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Group frames by "", whole, and by "_s001", ..., pieces as extract_subimages.py names them; then by whole name."""
+    """Group frames by "" or a piece such as "_s001" (of extract_subimages.py), then by the whole frame's name."""
     pieces: dict[str, dict[str, str]] = {}
     for name in names:
         whole, piece = re.fullmatch(r"(.*?)(_s\d{3})?", name).groups(default="")
@@ -194,14 +194,14 @@ def sub_images(names: Sequence[str]) -> dict[str, dict[str, str]]:
 class Cache:
     """Decoded frames in one memory-mapped file, which all ranks of a node and their loading processes share.
 
-    A frame is there from the time at which somebody has read it first. The file is in the folder for temporary files,
-    which `TMPDIR` names; it has no name there, so that it goes with the last process, however that ends. It takes at
-    most half of what is free; frames beyond that are decoded each time. Making it is collective.
+    The first process that reads a frame stores it. The file is in `TMPDIR`; it is unlinked at once, so that it goes
+    with the last process. It takes at most half of the free space; other frames are decoded each time. Making it is
+    collective.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = list(sizes)
-        self._starts = list(accumulate(sizes, initial=len(sizes)))  # first a byte for each frame: whether it is there
+        self._starts = list(accumulate(sizes, initial=len(sizes)))  # first a byte for each frame: whether it is stored
         folder = Path(tempfile.gettempdir())
         path = folder / f"frames-{ddpkit.broadcast(secrets.token_hex(8))}"
         with user_error("cannot make the file of decoded frames", OSError):
@@ -213,7 +213,7 @@ class Cache:
         if self._starts[-1] > self._end and ddpkit.is_main_process():
             share = self._end / self._starts[-1]
             log.warning(
-                "%s has room for %.0f %% of the decoded frames; TMPDIR names another folder", folder, 100 * share
+                "%s has room for %.0f %% of the decoded frames; set TMPDIR to use another folder", folder, 100 * share
             )
         self._map()
 
@@ -222,7 +222,7 @@ class Cache:
         weakref.finalize(self, os.close, self._file)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Let loading processes that are not forked have it, too."""
+        """Make the cache available to loading processes that are not forked."""
         return self.__dict__ | {"_bytes": None, "_file": reduction.DupFd(self._file)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -230,13 +230,13 @@ class Cache:
         self._map()
 
     def get(self, number: int) -> NDArray[np.uint8] | None:
-        """Give a frame's bytes, without copying them, if they are there."""
+        """Return a frame's bytes without copying them, or None if they are not stored."""
         if not self._bytes[number]:
             return None
         return np.frombuffer(self._bytes, np.uint8, self._sizes[number], self._starts[number])
 
     def put(self, number: int, frame: NDArray[np.uint8]) -> None:
-        """Keep a frame, if there is room; by writing, since a full disk would kill who stores into the map."""
+        """Store a frame, if there is room, with `pwrite`: on a full disk, a write to the map would kill the process."""
         if self._starts[number + 1] > self._end:
             return
         try:

@@ -1,4 +1,4 @@
-"""The network: anybody's, by the name of its class, or `tiny_clip`: a few frames in, as many out, in one glance."""
+"""Networks: `tiny_clip`, which takes and returns a few frames at once, or any class by its name."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from deblurring.options import has_spikes
 KAIRS = {
     "vrt": "models.network_vrt:VRT",
     "rvrt": "models.network_rvrt:RVRT",
-}  # where KAIR's option files find what they name
+}  # by the names in KAIR's option files
 SLOPE = 0.1  # of the leaky ReLU
-STEP = 0.03  # what is left to correct is about this large; at full scale Adam's first steps would throw the network off
+STEP = 0.03  # the size of the corrections; at full scale Adam's first steps would be too large
 
 
 def as_float(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Moves a batch of bytes to a device and scales it to [0, 1]."""
+    """Move a batch of bytes to a device and scale it to [0, 1]."""
     scales = {"H": 255, "L": 255, "S": SPIKES}
     return {part: values.to(device, non_blocking=True).float() / scales[part] for part, values in batch.items()}
 
 
 def inputs(part: Mapping[str, Tensor]) -> list[Tensor]:
-    """What every network is called with: the blurred frames and, where there are any, the spikes."""
+    """Return the arguments of every network: the blurred frames and, if there are any, the spikes."""
     return [part[name] for name in ("L", "S") if name in part]
 
 
 def check_restored(frames: Tensor, shape: Sequence[int]) -> None:
-    """Raise if what a network returns is no tensor, cannot be trained, or has another shape than the sharp frames."""
+    """Raise if a network returns no tensor, one without a gradient, or another shape than the sharp frames."""
     check_tensor("netG.net_type", frames)
     check_shape("netG.net_type", frames, shape, "(batch, frames, channels, height, width)")
 
 
 def inject_detail(blurred: Tensor, spikes: Tensor) -> Tensor:
-    """Adds to each blurred frame what its middle moment differs in from the whole exposure, as the spikes saw it.
+    """Add to each blurred frame the spikes of its middle moment minus the mean spikes of its exposure, smoothed.
 
     Blurred frames are (batch, frames, 3, height, width), spikes (batch, frames, WINDOW, height / 2, width / 2), all in
-    [0, 1]. It needs no training.
+    [0, 1]. Nothing is trained.
     """
     detail = spikes[:, :, WINDOW // 2] - spikes.mean(2)
     detail = F.avg_pool2d(F.pad(detail, (1, 1, 1, 1), mode="replicate"), 3, stride=1)  # spike counts are coarse
@@ -52,9 +52,9 @@ def inject_detail(blurred: Tensor, spikes: Tensor) -> Tensor:
 
 
 class TinyClip(nn.Module):
-    """A residual network at half the resolution that sees all frames of a window at once.
+    """A residual network at half the resolution that takes all frames of a window at once.
 
-    With spikes it corrects the detail injection, else the blurred frames; untrained it returns these as they are.
+    It corrects the result of detail injection or, without spikes, the blurred frames; untrained it changes nothing.
     """
 
     def __init__(self, num_frame: int, embed_dim: int, depth: int, spikes: bool) -> None:
@@ -68,7 +68,7 @@ class TinyClip(nn.Module):
                 nn.init.kaiming_normal_(module.weight, SLOPE)
                 nn.init.zeros_(module.bias)
         for block in self.body:
-            block.two.weight.data *= 0.3  # since blocks add up
+            block.two.weight.data *= 0.3  # since the blocks' outputs add up
         nn.init.zeros_(self.last.weight)
 
     def forward(self, blurred: Tensor, spikes: Tensor | None = None) -> Tensor:
@@ -82,7 +82,7 @@ class TinyClip(nn.Module):
 
 
 class Block(nn.Module):
-    """Two convolutions and a way around them."""
+    """Two convolutions with a residual connection."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def make_network(opt: Mapping[str, Any]) -> nn.Module:
 
 
 def make_class(setting: str, kind: str, arguments: Mapping[str, Any]) -> nn.Module:
-    """Make a module of the user's; first on one rank of each node, as some fetch files then. Collective."""
+    """Make a module of the user's, first on one rank of each node, as it may download files. Collective."""
     make = find_class(setting, kind)
     if not callable(make):
         raise UserError(f"{setting}: {kind} must be a class of torch.nn.Module, but it is a {type(make).__name__}")
@@ -111,10 +111,12 @@ def make_class(setting: str, kind: str, arguments: Mapping[str, Any]) -> nn.Modu
     try:
         signature.bind(**arguments)
     except TypeError as error:
-        advice = "it is made without arguments"
+        advice = "it is called without arguments"
         if arguments:
             section = f'netG={{"net_type": "{kind}", …}}'
-            advice = f"it gets all keys of netG, the option file's too: '{section}' on the command line replaces them"
+            advice = (
+                f"it gets all keys of netG, also from the option file: '{section}' on the command line replaces them"
+            )
         raise UserError(f"{setting}: {kind}{signature}: {error}; {advice}") from error
     with ddpkit.main_process_first(local=True), users_code(f"{setting}: cannot make {kind}"):
         module = make(**arguments)

@@ -1,8 +1,7 @@
-"""What an option file may hold, and what it may not: the keys, their values and their defaults."""
+"""Read option files: the keys, their values and their defaults."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,11 @@ from shared.settings import (
     Table,
     absent,
     choice,
+    class_or,
     count,
     fill_in,
     flag,
+    folder_name,
     many,
     nested,
     number,
@@ -28,6 +29,7 @@ from shared.settings import (
     refuse,
     shown,
     text,
+    use_wandb,
 )
 
 from deblurring.clips import ROOT
@@ -37,19 +39,6 @@ Options = dict[str, Any]
 
 def is_tile(value: Any) -> bool:
     return value in (0, *range(32, 2**16, 2))
-
-
-def class_or(*names: str) -> Setting:
-    """Take one of some names, or the place of a class of the user's."""
-
-    def fits(value: Any) -> bool:
-        return value in names or re.fullmatch(r"[\w.]+:\w+", str(value)) is not None
-
-    return Setting(f"{', '.join(names)} or package.module:Class", fits)
-
-
-def is_name(value: Any) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"[^/\\]+", value) is not None and value not in (".", "..")
 
 
 def are_milestones(value: Any) -> bool:
@@ -62,7 +51,7 @@ def data_type(*names: str) -> Setting:
 
 
 def missing(reason: str) -> Setting:
-    """Take what asks for nothing, of what is not there but would change the result."""
+    """Accept only false or null, for a feature that this trainer does not have."""
     return Setting(f"false, as {reason}", lambda value: value in (None, False), None)
 
 
@@ -112,7 +101,7 @@ _train = {
     "G_optimizer_clipgrad": or_null(number()),
     "G_optimizer_reuse": flag(True),
     "G_scheduler_type": choice("MultiStepLR", "CosineAnnealingWarmRestarts", default=REQUIRED),
-    "G_scheduler_milestones": Setting("a list of growing numbers of iterations", are_milestones, []),
+    "G_scheduler_milestones": Setting("an increasing list of iterations", are_milestones, []),
     "G_scheduler_gamma": number(0.5, "(0, 1]"),
     "G_scheduler_periods": or_null(count()),
     "G_scheduler_restart_weights": count(1),
@@ -141,7 +130,7 @@ _val = {
 }
 _logging = {
     "use_tensorboard": flag(True),
-    "use_wandb": flag(),
+    "use_wandb": use_wandb(),
     "wandb_project": or_null(text()),
     "wandb_entity": or_null(text()),
     "wandb_name": or_null(text()),
@@ -149,7 +138,7 @@ _logging = {
 }
 _SECTIONS = {
     "": {
-        "task": Setting("a text without / and \\, since it names a folder", is_name),
+        "task": folder_name(),
         "model": choice("vrt"),
         "gpu_ids": or_null(many(count(low=0))),
         "dist": flag(),
@@ -176,22 +165,24 @@ _VRT_SIZES = """
     attention_heads attention_window cpu_cache_length
 """
 _FILES = "io_backend filename_tmpl filename_ext"
-_FOUND = "folders, .lmdb folders and the names of frames are seen by what they are"
+_FOUND = "folders, .lmdb folders and frame names are recognised"
 ABSENT = (
-    absent("path.", "pretrained_optimizerG", "the newest set under models/ is found by itself")
+    absent("path.", "pretrained_optimizerG", "the newest checkpoint under models/ is found automatically")
     | absent("datasets.train.", _FILES, _FOUND)
     | absent("datasets.test.", _FILES, _FOUND)
     | absent("datasets.test.", "num_frame", "whole clips are tested", -1)
-    | absent("datasets.train.", "sigma_min sigma_max temporal_scale color_jitter", "of data sets that are not read")
-    | absent("datasets.test.", "sigma temporal_scale pad_sequence", "of data sets that are not read")
+    | absent(
+        "datasets.train.", "sigma_min sigma_max temporal_scale color_jitter", "for data sets that are not supported"
+    )
+    | absent("datasets.test.", "sigma temporal_scale pad_sequence", "for data sets that are not supported")
     | absent("netG.", "init_type init_bn_type init_gain", "the network's own initialisation is used", "default")
-    | absent("train.", "E_bn", "the average has the buffers of G")
+    | absent("train.", "E_bn", "the average copies the buffers of G")
 )
 _ANYTHING = Setting("anything", lambda value: True, None)
 
 
 def _table(layers: Iterable[Mapping[str, Any]]) -> Table:
-    """Make the table of keys: but for `tiny_clip`, what `netG` holds is the network's matter."""
+    """Make the table of keys; for a network other than `tiny_clip`, `netG` may hold any key."""
     given = {}
     for layer in layers:
         section = layer.get("netG")
@@ -204,13 +195,13 @@ def _table(layers: Iterable[Mapping[str, Any]]) -> Table:
 
 
 def read_options(path: str | Path, changes: Iterable[str] = ()) -> Options:
-    """Read an option file and `key=value` arguments, which are stronger, and fill in the defaults."""
+    """Read an option file and `key=value` arguments, which override it, and fill in the defaults."""
     given = read_arguments(changes)
     for key in given:
         if "api_key" in key or "api_key" in str(given[key]):
             raise UserError(
-                f"{key}: every user of this machine can read the command line, and Weights & Biases keeps it: put the "
-                "key into the environment, as WANDB_API_KEY"
+                f"{key}: other users can read the command line, and Weights & Biases stores it: set the environment "
+                "variable WANDB_API_KEY instead"
             )
     return complete(read_json(path), str(path), given)
 
@@ -229,7 +220,7 @@ def complete(
 
 
 def redacted(opt: Options) -> Options:
-    """Copy options to show and to save, without the values of keys like `wandb_api_key`."""
+    """Copy options for the log and for files, without the values of keys like `wandb_api_key`."""
     return {key: redacted(value) if isinstance(value, dict) else shown(key, value) for key, value in opt.items()}
 
 
@@ -240,7 +231,7 @@ def has_spikes(opt: Options, split: str = "train") -> bool:
 def _about_data(opt: Options) -> Iterator[str]:
     data = opt["datasets"]["train"]
     if has_spikes(opt) != has_spikes(opt, "test"):
-        yield "datasets.train.dataset_type and datasets.test.dataset_type: both with spikes, or neither"
+        yield "datasets.train.dataset_type and datasets.test.dataset_type must both have spikes, or neither"
     for split, section in opt["datasets"].items():
         roots = ["dataroot_gt", "dataroot_lq", "dataroot_spike"]
         if not has_spikes(opt, split) and section[roots.pop()]:
@@ -267,7 +258,7 @@ def _about_training(train: Options) -> Iterator[str]:
     if train["G_scheduler_eta_min"] > train["G_optimizer_lr"]:
         yield "train.G_scheduler_eta_min must not be above train.G_optimizer_lr"
     if train["fix_iter"] > 0 and not train["fix_keys"]:
-        yield "train.fix_iter needs train.fix_keys: parts of the names of what to freeze until then"
+        yield "train.fix_iter needs train.fix_keys: parts of the names of the parameters to freeze"
 
 
 def _about_testing(opt: Options) -> Iterator[str]:
@@ -286,7 +277,7 @@ def _about_testing(opt: Options) -> Iterator[str]:
 
 
 def _fill_in(opt: Options) -> None:
-    """The defaults that depend on other keys."""
+    """Fill in the defaults that depend on other keys."""
     if opt["val"]["num_frame_testing"] is None:
         opt["val"]["num_frame_testing"] = opt["datasets"]["train"]["num_frame"]
     for split, data in opt["datasets"].items():

@@ -1,4 +1,4 @@
-"""What both programs do around their work: take their options, report their ranks, keep a folder and boards."""
+"""Shared by both programs: read options, report ranks, open the run's folder and its logs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def run(main: Callable[[Options, ddpkit.Context], int | None], description: str) -> None:
-    """Run a program as this rank, with the options that its command line names; it may return an exit code."""
+    """Run a program on this rank with the options of its command line; `main` may return an exit code."""
     with one_message():
         logging.getLogger("ddpkit").setLevel(logging.WARNING)  # the banner is our report of the launch
         parser = Parser(description)
@@ -38,14 +38,14 @@ def run(main: Callable[[Options, ddpkit.Context], int | None], description: str)
             sys.stderr.write(f"{line}\n{about}\n{line}\n")  # in one piece, so that several do not mix
             opt = ddpkit.run_on_main(read_options, given.opt, given.changes)
             if opt["gpu_ids"] and job.world_size > 1 and job.rank == 0:
-                log.warning("gpu_ids is for one process; here each rank has the device of its local rank")
+                log.warning("gpu_ids is ignored: with several processes each rank has the device of its local rank")
             code = main(opt, job)
         if code:
             sys.exit(code)
 
 
 def _choose_gpus(path: str, changes: Sequence[str]) -> None:
-    """Show one process only the GPUs that `gpu_ids` names. It has to be said before anything touches one."""
+    """Show one process only the GPUs in `gpu_ids`, before anything initialises CUDA."""
     with suppress(UserError, ddpkit.LaunchError):  # both are reported later
         if ddpkit.detect_launch().world_size > 1:
             return
@@ -55,7 +55,7 @@ def _choose_gpus(path: str, changes: Sequence[str]) -> None:
 
 
 def visible_gpus(ids: list[int], visible: str | None) -> str:
-    """The GPUs of these numbers, counted among those that a scheduler or the user has left visible."""
+    """Select GPUs by number, counted among the visible ones."""
     if visible is None:
         return ",".join(map(str, ids))
     names = visible.split(",")
@@ -63,7 +63,7 @@ def visible_gpus(ids: list[int], visible: str | None) -> str:
 
 
 def open_folder(opt: Options) -> Path:
-    """Makes the run's folder, begins its log and saves the options in it. Collective."""
+    """Make the run's folder, start its log and save the options in it. Collective."""
     folder = ddpkit.run_on_main(_open_folder, opt)
     log_to(folder / "train.log")
     return folder
@@ -83,7 +83,7 @@ def open_boards(opt: Options, folder: Path, step: int, run_id: str | None) -> Bo
     """Open what the options ask for: TensorBoard under `tb_logger/`, and Weights & Biases. Collective."""
     asked = opt["logging"]
     if asked["wandb_api_key"] and ddpkit.is_main_process():
-        log.warning("logging.wandb_api_key is ignored: put the key into the environment, as WANDB_API_KEY")
+        log.warning("logging.wandb_api_key is ignored: set the environment variable WANDB_API_KEY")
     wandb = None
     if asked["use_wandb"]:
         wandb = {"project": asked["wandb_project"], "entity": asked["wandb_entity"]}
@@ -92,7 +92,7 @@ def open_boards(opt: Options, folder: Path, step: int, run_id: str | None) -> Bo
 
 
 class News:
-    """Count what a run has done since it told last: its losses, its images (crops of one frame) and its time."""
+    """Measure losses, images (crops of one frame) and time since the last log line."""
 
     def __init__(self, step: int, device: torch.device) -> None:
         self.batches = 0
@@ -104,7 +104,7 @@ class News:
         self._begun = time.perf_counter()
 
     def waiting(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Give a loader's batches, and count the time in which there is none."""
+        """Yield a loader's batches and measure the time spent waiting for them."""
         begun = time.perf_counter()
         for batch in loader:
             self._waited += time.perf_counter() - begun
@@ -112,14 +112,14 @@ class News:
             begun = time.perf_counter()
 
     def add(self, loss: Tensor, sharp: Tensor, step: int) -> None:
-        """Count a batch of sharp frames and its loss, which is a part of that of the next iteration after `step`."""
+        """Count a batch of sharp frames and its loss, which belongs to iteration `step` + 1."""
         self.first_bad = torch.where(loss.isfinite(), self.first_bad, self.first_bad.clamp(max=step + 1))
         self._loss = self._loss + loss.detach()
         self._images += sharp.shape[0] * sharp.shape[1]
         self.batches += 1
 
     def tell(self, step: int) -> dict[str, float]:
-        """Give the mean loss, images of all ranks per second and share of waiting since last time. Collective."""
+        """Return mean loss, all ranks' images per second and share of waiting since the last call. Collective."""
         loss = float(self._loss) / (step - self._step)
         seconds = time.perf_counter() - self._begun
         loss, images, waited = ddpkit.all_reduce_mean((loss, self._images / seconds, self._waited / seconds))
@@ -128,7 +128,7 @@ class News:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A block whose time is not counted."""
+        """Leave the time of a block out."""
         start = time.perf_counter()
         yield
         self._begun += time.perf_counter() - start

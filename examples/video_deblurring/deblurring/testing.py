@@ -1,4 +1,4 @@
-"""Tests a network on whole clips, which are spread over the ranks, next to what needs no training: scores, pictures."""
+"""Test a network on whole clips, which the ranks share: scores, pictures and a comparison with untrained methods."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from deblurring.tiles import count_tiles, restore
 
 Picture = NDArray[np.uint8]
 RATE = 10  # frames per second of a film: slow enough to look at
-WIDEST = 1536  # pixels that a picture for a board is wide at most
-Scores = dict[str, dict[str, float]]  # by what was scored: "blurred", "injection" with spikes, "restored"; by metric
+WIDEST = 1536  # pixels; the largest width of a picture for TensorBoard
+Scores = dict[str, dict[str, float]]  # by "blurred", "injection" (with spikes) or "restored"; then by metric
 Frames = dict[str, Scores]  # by the frame's name
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Report:
         return _mean(list(self.frames[name].values()))
 
     def mean(self) -> Scores:
-        """Average over the clips, each of which counts the same, as in the original."""
+        """Average over the clips with equal weights, as in the original."""
         return _mean([self.clip(name) for name in self.frames])
 
     def table(self) -> str:
@@ -70,10 +70,10 @@ def _mean(rows: list[Scores]) -> Scores:
 
 
 def find_test_clips(opt: Mapping[str, Any]) -> list[Clip]:
-    """Find the clips to test on, and check that their files are whole, each on one rank. Collective."""
+    """Find the test clips and check that their files are complete, each on one rank. Collective."""
     if not opt["datasets"]["test"]["dataroot_gt"]:
         log.info("datasets.test has no dataroot_gt: its frames are restored and written, not scored")
-    is_tiny = opt["netG"]["net_type"] == "tiny_clip"  # it needs as many frames as it takes at once
+    is_tiny = opt["netG"]["net_type"] == "tiny_clip"
     clips = find_clips(opt["datasets"]["test"], opt["val"]["num_frame_testing"] if is_tiny else 1, opt["scale"])
     frames = [(clip, part, number) for clip in clips for part in clip.parts for number in range(len(clip))]
     with ddpkit.together("check the test frames"):
@@ -87,10 +87,10 @@ def find_test_clips(opt: Mapping[str, Any]) -> list[Clip]:
 def test(
     net: nn.Module, clips: list[Clip], opt: Mapping[str, Any], device: torch.device, images: Path, label: str
 ) -> Report:
-    """Restore and score every clip, each on one rank; all get the exact result. Collective.
+    """Restore and score every clip, each on one rank; all ranks get the exact result. Collective.
 
-    Under `images`, `<clip>/<label>.png` shows a frame blurred, restored and sharp; with `save_img`, and where there are
-    no sharp frames, `<clip>/<frame>_<label>.png` is each restored frame, and `<clip>/<label>.mp4` a film.
+    In `images`, `<clip>/<label>.png` shows one frame blurred, restored and sharp. With `save_img`, or without sharp
+    frames, `<clip>/<frame>_<label>.png` holds each restored frame, and `<clip>/<label>.mp4` a film.
     """
     ddpkit.sync_buffers(net)  # each rank has its own statistics of batches
     net = ddpkit.unwrap_model(net)  # ranks have different numbers of clips, and DDP's forward may wait
@@ -107,7 +107,7 @@ def test(
 
 
 def tell(report: Report, folder: Path, step: int, epoch: int = 0) -> dict[str, float]:
-    """Log a report in the original's words and write it down; return the averages by TensorBoard tag. Collective."""
+    """Log a report as the original does and save it; return the averages by TensorBoard tag. Collective."""
     if not any(report.frames.values()):
         log.info("restored %d clips: %s", len(report.frames), folder / "images")
         return {}
@@ -124,7 +124,7 @@ def tell(report: Report, folder: Path, step: int, epoch: int = 0) -> dict[str, f
 
 @user_error("cannot write the scores", OSError)
 def _write_scores(folder: Path, report: Report, step: int) -> None:
-    """Leave a report as test.json, by clip and by frame, and as test.csv, a row for each frame and what was scored."""
+    """Write a report to test.json, by clip and by frame, and to test.csv, one row for each score."""
     clips = {name: report.clip(name) for name in report.frames}
     content = {"iter": step, "mean": report.mean(), "clips": clips, "frames": report.frames}
     (folder / "test.json").write_text(json.dumps(content, indent=2) + "\n")
@@ -168,7 +168,7 @@ def _test_clip(
 
 
 def _show(parts: Mapping[str, Tensor], restored: Tensor, number: int, device: torch.device) -> dict[str, Tensor]:
-    """Make one frame, by what is scored, and last the sharp one, if there is one, all of the same size, in [0, 1]."""
+    """Return one frame in each version, the sharp one last if there is one, all of the same size, in [0, 1]."""
     frame = as_float({part: values[number : number + 1] for part, values in parts.items()}, device)
     blurred = frame["L"]
     if blurred.shape[-2:] != restored.shape[-2:]:
@@ -187,7 +187,7 @@ def _pixels(frame: Tensor) -> NDArray[np.uint8]:
 
 
 def strip(frames: Mapping[str, Picture]) -> Picture:
-    """Put pictures of one size, (height, width, 3), side by side, each with its label."""
+    """Join labelled pictures of one size, (height, width, 3), side by side."""
     return np.concatenate([_labelled(frame, label) for label, frame in frames.items()], 1)
 
 
@@ -198,7 +198,7 @@ def save(path: Path, picture: Picture) -> None:
 
 
 def save_film(path: Path, pictures: Iterable[Picture]) -> None:
-    """Write pictures of one size as a film that browsers play; what is odd there loses a row or column."""
+    """Write pictures of one size as a film that browsers play; odd sizes lose a row or column."""
     import av
 
     with user_error(f"cannot write {path}", OSError), av.open(str(path), "w") as container:
@@ -224,7 +224,7 @@ def _labelled(frame: Picture, label: str) -> Picture:
 
 
 def measure(frame: Tensor, sharp: Tensor) -> dict[str, float]:
-    """Score a frame (3, height, width) in [0, 1], as image files are scored: values are rounded to bytes first."""
+    """Score a frame, (3, height, width) in [0, 1], after rounding it to bytes as image files do."""
     one, other = as_image(frame), as_image(sharp)
     y, other_y = luminance(one), luminance(other)
     scores = {"psnr": psnr(one, other), "ssim": ssim(one, other)}
@@ -232,26 +232,24 @@ def measure(frame: Tensor, sharp: Tensor) -> dict[str, float]:
 
 
 def as_image(frames: Tensor) -> Tensor:
-    """Frames in [0, 1] as an image file holds them: whole numbers in [0, 255], still as floats."""
+    """Round frames in [0, 1] to integers in [0, 255], as floats, as an image file would."""
     return (frames.clamp(0, 1) * 255).round().double()
 
 
 def luminance(frame: Tensor) -> Tensor:
-    """Y of ITU-R BT.601 in [16, 235], of a frame of shape (3, height, width) in [0, 255], with one channel."""
+    """Return Y of ITU-R BT.601, (1, height, width) in [16, 235], of a frame (3, height, width) in [0, 255]."""
     red, green, blue = frame
     return ((65.481 * red + 128.553 * green + 24.966 * blue) / 255 + 16)[None]
 
 
 def psnr(one: Tensor, other: Tensor) -> float:
-    """Peak signal-to-noise ratio of two images in dB, of values in [0, 255]; infinite for equal ones."""
+    """Return the peak signal-to-noise ratio in dB of two images in [0, 255]; infinite if they are equal."""
     error = (one - other).square().mean().item()
     return 10 * math.log10(255**2 / error) if error else math.inf
 
 
 def ssim(one: Tensor, other: Tensor) -> float:
-    """Structural similarity (Wang et al. 2004) of two images of values in [0, 255], with a Gaussian window of 11 pixels
-    and sigma 1.5.
-    """
+    """Return the SSIM of two images in [0, 255] (Wang et al. 2004), with a Gaussian window of 11 pixels, sigma 1.5."""
     c1, c2 = (0.01 * 255) ** 2, (0.03 * 255) ** 2
     mean1, mean2 = _window(one), _window(other)
     variances = _window(one * one) + _window(other * other) - mean1**2 - mean2**2
@@ -261,9 +259,7 @@ def ssim(one: Tensor, other: Tensor) -> float:
 
 
 def _window(image: Tensor) -> Tensor:
-    """Weighted means over the window, where it lies inside the image; sums of shifted images, as a convolution of one
-    channel takes 20 times as long.
-    """
+    """Average over windows inside the image by summing shifted images, 20 times as fast as a convolution."""
     weights = [math.exp(-(at**2) / (2 * 1.5**2)) for at in range(-5, 6)]
     for dim in (-2, -1):
         length = image.shape[dim] - 10

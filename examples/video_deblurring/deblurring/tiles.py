@@ -1,4 +1,4 @@
-"""Restoring whole clips, window by window and tile by tile; they stay on the CPU, and only a tile is on the device."""
+"""Restore whole clips window by window and tile by tile; only one tile at a time is on the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deblurring.data import reverse
 from deblurring.networks import as_float, check_restored, inputs
 
 OVERLAP = 20  # of tiles, in pixels of the blurred frames, as in the original
-CUT = OVERLAP // 2  # what a tile loses where another one is beside it, in pixels of the restored frames
+CUT = OVERLAP // 2  # pixels of the restored frames that a tile loses at each side with a neighbour
 Place = tuple[int, int, int]  # a first frame, row and column
 
 
@@ -24,11 +24,10 @@ def restore(
     device: torch.device,
     tick: Callable[[], object] = lambda: None,
 ) -> Tensor:
-    """Restore a whole clip: bytes by part, as crops have them, to (frames, 3, scale · height, scale · width).
+    """Restore a whole clip, bytes by part as in crops, to (frames, 3, scale · height, scale · width).
 
-    Windows of `num_frame_testing` frames overlap, and there the mean is taken. So do tiles of `size_patch_testing`
-    pixels, but for what is cut off them; the last of a row or column overlaps by more, and there the mean is taken.
-    `tick` is called after each tile.
+    Windows of `num_frame_testing` frames overlap and are averaged. Tiles of `size_patch_testing` pixels lose their
+    borders; where they still overlap, at the end of a row or column, they are averaged. `tick` is called after each.
     """
     val, clip = opt["val"], {part: clip[part] for part in ("L", "S") if part in clip}
     frames = len(clip["L"])
@@ -44,7 +43,7 @@ def restore(
 
 
 def count_tiles(frames: int, height: int, width: int, opt: Mapping[str, Any]) -> int:
-    """Count the calls of the network that a clip takes; height and width are the blurred frames'."""
+    """Count the network calls for a clip; height and width are those of the blurred frames."""
     frames = (frames + opt["val"]["pad_seq"]) * (1 + opt["val"]["flip_seq"])
     return len(_places((frames, height, width), _sizes((frames, height, width), opt), opt))
 
@@ -72,7 +71,7 @@ def _restore(
 
 
 def _without_cuts(place: Place, sizes: Sequence[int], whole: Sequence[int], scale: int) -> list[tuple[slice, ...]]:
-    """Say where in the clip, and where in the tile itself, that part of a restored tile lies that is not cut off."""
+    """Return the place of a restored tile without its borders, in the clip and in the tile itself."""
     here, inside = [], []
     for begin, size, length, factor, cut in zip(place, sizes, whole, (1, scale, scale), (0, CUT, CUT), strict=True):
         end = min(begin + size, length)
@@ -84,7 +83,7 @@ def _without_cuts(place: Place, sizes: Sequence[int], whole: Sequence[int], scal
 
 
 def _sizes(whole: Sequence[int], opt: Mapping[str, Any]) -> Place:
-    """Frames, rows and columns that the network takes at once."""
+    """Return the number of frames, rows and columns that the network takes at once."""
     tile = opt["val"]["size_patch_testing"]
     return opt["val"]["num_frame_testing"] or whole[0], tile or whole[1], tile or whole[2]
 
@@ -96,14 +95,14 @@ def _places(whole: Sequence[int], sizes: Sequence[int], opt: Mapping[str, Any]) 
 
 
 def starts(length: int, size: int, overlap: int) -> list[int]:
-    """Where pieces of `size` begin that cover `length` and overlap by at least that much; the last ends at the end."""
+    """Return the starts of pieces of `size` that cover `length` and overlap by at least `overlap`."""
     if length <= size:
         return [0]
     return [*range(0, length - size, size - overlap), length - size]
 
 
 def _take(values: Tensor, place: Place, sizes: Sequence[int], factor: int) -> Tensor:
-    """Cut a tile out of a part with a pixel for `factor` x `factor` of the blurred frames."""
+    """Cut a tile out of a part that has one pixel for `factor` x `factor` of the blurred frames."""
     time, *corner = place
     rows, columns = (
         slice(begin // factor, (begin + size) // factor) for begin, size in zip(corner, sizes[1:], strict=True)
@@ -112,9 +111,9 @@ def _take(values: Tensor, place: Place, sizes: Sequence[int], factor: int) -> Te
 
 
 def _fill(values: Tensor, opt: Mapping[str, Any], part: str) -> Tensor:
-    """Mirror what is tested whole at its ends, up to the next multiple of the network's window, as the original does.
+    """Mirror whole clips and frames at their ends, up to a multiple of the network's window, as the original does.
 
-    There a whole multiple gets another window, too.
+    As there, an exact multiple gets another window, too.
     """
     window, val = opt["netG"].get("window_size"), opt["val"]
     if not window:

@@ -1,4 +1,4 @@
-"""What a step of training is made of: loss, learning rate, optimizer, frozen parts and the moving average."""
+"""The parts of a training step: loss, learning rate, optimizer, frozen parameters and moving average."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deblurring.networks import check_restored, make_class
 
 
 def make_loss(train: Mapping[str, Any], device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
-    """Make the loss that `train` names: Charbonnier, l1 with a round corner at 0, or the user's own. Collective."""
+    """Make the loss that `train` names: l1, l2, Charbonnier (l1 smoothed at 0) or the user's own. Collective."""
     kind = train["G_lossfn_type"]
     if ":" in kind:
         measure = make_class("train.G_lossfn_type", kind, {}).to(device).eval().requires_grad_(False)
@@ -38,9 +38,9 @@ def make_loss(train: Mapping[str, Any], device: torch.device) -> Callable[[Tenso
 
 
 def learning_rate(train: Mapping[str, Any], step: int, base: float) -> float:
-    """The learning rate of one step: a function of its number, so there is nothing to save.
+    """Return the learning rate of a step, which depends on its number alone: there is no state to save.
 
-    A cosine period that `total_iter` would cut short is not begun: a run does not end at the full learning rate.
+    A cosine period that `total_iter` would cut short is not started: a run does not end at the full learning rate.
     """
     if train["G_scheduler_type"] == "MultiStepLR":
         return base * train["G_scheduler_gamma"] ** bisect_right(train["G_scheduler_milestones"], step)
@@ -53,7 +53,7 @@ def learning_rate(train: Mapping[str, Any], step: int, base: float) -> float:
 
 
 def cut_short(train: Mapping[str, Any]) -> int | None:
-    """The step at which a cosine period would begin that would not end in time; the first, at 0, does begin."""
+    """Return the first step of the cosine period that `total_iter` cuts short, if there is one; 0 for the first."""
     if train["G_scheduler_type"] != "CosineAnnealingWarmRestarts":
         return None
     period, start = train["G_scheduler_periods"], 0
@@ -67,13 +67,13 @@ def is_fixed(name: str, train: Mapping[str, Any]) -> bool:
 
 
 def make_optimizer(net: nn.Module, train: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """The optimizer, with a group of its own for what `fix_keys` names."""
+    """Make the optimizer, with a separate group for the parameters that `fix_keys` names."""
     names = [name for name, _ in net.named_parameters()]
     if not any(parameter.requires_grad for parameter in net.parameters()):
         raise UserError("netG.net_type: the network has no parameters to train")
     for key in train["fix_keys"]:
         if not any(key in name for name in names):
-            some = ", ".join(names[:20])  # of what may be thousands
+            some = ", ".join(names[:20])  # of perhaps thousands
             raise UserError(f"train.fix_keys: no parameter has {key!r} in its name; the first ones are {some}")
     groups: dict[bool, list[nn.Parameter]] = {False: [], True: []}
     for name, parameter in net.named_parameters():
@@ -90,22 +90,22 @@ def make_optimizer(net: nn.Module, train: Mapping[str, Any]) -> torch.optim.Opti
 
 
 def take_settings(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
-    """Gives an optimizer the settings of another with the same groups: learning rates, decay. Its moments stay."""
+    """Copy learning rates, decay and other settings from an optimizer with the same groups, but not its moments."""
     for group, now in zip(optimizer.param_groups, other.param_groups, strict=True):
         group.update({name: value for name, value in now.items() if name != "params"})
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, train: Mapping[str, Any], step: int) -> float:
-    """Sets the learning rate of every group for one step; returns the first one's."""
+    """Set the learning rate of every group for a step; return that of the first."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(train, step, group["base_lr"])
     return optimizer.param_groups[0]["lr"]
 
 
 def freeze(net: nn.Module, train: Mapping[str, Any], step: int) -> bool:
-    """Freezes or frees what `fix_keys` names, as it is to be at a step; tells whether any is frozen. Wrap it then.
+    """Freeze or unfreeze what `fix_keys` names, for a step, before DDP wraps; return whether it is frozen.
 
-    What the network itself has frozen stays so, if `fix_keys` does not name it.
+    Parameters that the network itself has frozen stay frozen, unless `fix_keys` names them.
     """
     frozen = step < train["fix_iter"]
     for name, parameter in net.named_parameters():
@@ -119,14 +119,14 @@ def check_gradients(net: nn.Module) -> None:
     if idle := without_gradient(net):
         some = ", ".join(idle[:5]) + (", …" if len(idle) > 5 else "")
         raise UserError(
-            f"{len(idle)} parameters of the network had no part in the loss, {some}: set find_unused_parameters=true, "
-            "use_static_graph=true if they never have, or take them out"
+            f"the loss does not depend on {len(idle)} parameters of the network, {some}: set "
+            "find_unused_parameters=true, use_static_graph=true if it never does, or remove them"
         )
 
 
 @torch.no_grad()
 def update_average(average: nn.Module, net: nn.Module, decay: float) -> None:
-    """E = decay · E + (1 − decay) · G, of parameters; buffers are copied."""
+    """Update parameters as E = decay · E + (1 − decay) · G, and copy buffers."""
     torch._foreach_lerp_(list(average.parameters()), list(net.parameters()), 1 - decay)
     for buffer, other in zip(average.buffers(), net.buffers(), strict=True):
         buffer.copy_(other)

@@ -255,7 +255,9 @@ def test_a_replay_buffers_state_is_observed_if_nothing_is_named_or_its_arrays_ar
     assert index.entries.numbers == ("state",) and len(index.statistics.mean) == 3
     (tmp_path / "buffer.zarr" / "data" / "state").rename(tmp_path / "buffer.zarr" / "data" / "robot_eef_pose")
     path = str((tmp_path / "buffer.zarr").rename(tmp_path / "real.zarr"))
-    with pytest.raises(UserError, match="does not say what is observed: .* among action, goal, img, robot_eef_pose"):
+    with pytest.raises(
+        UserError, match="does not name its observations: .* to some of action, goal, img, robot_eef_pose"
+    ):
         scan(read_config([f"train.data_path={path}"]))
     only_pictures = read_config([f"train.data_path={path}", "observation.modalities.obs.rgb=[img]", *SMALL])
     index = scan(only_pictures)
@@ -319,16 +321,16 @@ def test_what_cannot_be_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
         given = f"observation.modalities.obs.{wanted}"
         with pytest.raises(UserError, match=f"has no {wanted.split('[')[1][:-1]}; it has .*robot0_eef_pos"):
             scan(read_config([f"train.data_path={written['path']}", given]))
-    with pytest.raises(UserError, match="episode demo_0 is broken: object holds no pictures"):
+    with pytest.raises(UserError, match="episode demo_0 is broken: object must hold pictures"):
         scan(read_config([f"train.data_path={written['path']}", "observation.modalities.obs.rgb=[object]"]))
-    with pytest.raises(UserError, match="language_raw holds no numbers: leave it out .there is no language"):
+    with pytest.raises(UserError, match="language_raw holds no numbers: remove it .language is not supported"):
         scan(read_config([f"train.data_path={written['path']}", "observation.modalities.obs.low_dim=[language_raw]"]))
     (tmp_path / "droid" / "1.0.1").mkdir(parents=True)
     (tmp_path / "droid" / "1.0.1" / "droid-train.tfrecord-00000-of-00001").touch()
-    with pytest.raises(UserError, match="droid holds TFRecords, but RLDS .* not read: convert them to LeRobot's"):
+    with pytest.raises(UserError, match="droid holds TFRecords, but RLDS .* not supported: convert them to LeRobot's"):
         scan(read_config([f"train.data_path={tmp_path}/droid"]))
     index = scan(read_config(arguments(write_replay_buffer(tmp_path, make_episodes()))))
-    with pytest.raises(UserError, match="name no environment .*experiment.rollout.enabled=false"):
+    with pytest.raises(UserError, match="name no environment: .*experiment.rollout.enabled=false"):
         train.try_environment(index)
     monkeypatch.setitem(__import__("sys").modules, "zarr", None)
     (tmp_path / "other.zarr").mkdir()
@@ -351,7 +353,7 @@ def lengthen(path: Path, entry: str, rows: int) -> None:
         ([6, 10, 15], {"goal": 9}, "episode 1 is broken: episode_ends says 10, goal has 9 rows"),
         ([6, 10, 15], {"action": 16}, "episode 2 is broken: episode_ends says 15, action has 16 rows"),
         ([6, 10, 15], {"img": 14}, "episode 2 is broken: episode_ends says 15, img has 14 rows"),
-        ([6, 6, 15], {}, "episode 1 is broken: .* as many steps of each, and at least one: 0 of state, 0 of goal"),
+        ([6, 6, 15], {}, "episode 1 is broken: .* same number of steps, at least one: 0 of state, 0 of goal"),
         ([10, 6, 15], {}, "buffer.zarr: meta/episode_ends must ascend, but 6 comes after 10"),
     ],
 )
@@ -407,7 +409,9 @@ def test_an_episode_without_actions_is_left_out_if_asked(tmp_path: Path, caplog:
     with h5py.File(written["path"], "a") as file:
         del file["data/demo_2/actions"]
         del file["data/demo_0/obs"]
-    with pytest.raises(UserError, match="demo_0, has no agentview_image, .*if others have it, set .*shard=skip"):
+    with pytest.raises(
+        UserError, match="demo_0, has no agentview_image, .*if other episodes have it, set .*shard=skip"
+    ):
         scan(read_config(arguments(written)))
     index = scan(read_config(arguments(written, "train.on_broken_shard=skip")))
     assert [episode.name for episode in index.folders[0]] == ["demo_1"]

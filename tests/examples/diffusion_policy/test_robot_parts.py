@@ -260,9 +260,11 @@ def test_a_network_of_the_users_takes_the_u_nets_place() -> None:
     assert type(policy.network) is Recurrent and policy.network.gru.hidden_size == 12
     batch = make_batch()
     assert policy(batch).shape == (6,) and policy.act(batch, batch["noise"]).shape == (6, 8, 4)
-    for wrong in ("nowhere:Recurrent", f"{__name__}:Nothing", ":"):
+    for wrong in ("nowhere:Recurrent", f"{__name__}:Nothing"):
         with pytest.raises(UserError, match=f"algo.network.class: cannot import {wrong}: "):
             make_policy(f"algo.network.class={wrong}")
+    with pytest.raises(UserError, match=r"cannot make .*:Recurrent: ValueError: .*in __init__, .*robot_parts.py, line"):
+        make_policy(f"algo.network.class={__name__}:Recurrent", 'algo.network.kwargs={"hidden": 0}')
     pair = make_policy("algo.network.class=somebodys.nets:NoiseAndStep")
     with pytest.raises(UserError, match=r"must return a tensor .*, here \(6, 16, 4\), but it returned a tuple"):
         pair(batch)
@@ -309,7 +311,7 @@ def test_encoders_take_torchvisions_names_and_tell_what_they_do_not_use(
         torch.equal(encoder.state_dict()["layer3.0.conv1.weight"], theirs["layer3.0.conv1.weight"])
         for encoder in policy.encoders
     )
-    assert "not used are bn1.running_mean, fc.weight" in caplog.text
+    assert "unused weights: bn1.running_mean, fc.weight" in caplog.text
     with pytest.raises(UserError, match=f"{core}weights: .*No such file"):
         load_encoders(policy, config | {f"{core}weights": "/nowhere.pth"})
 
@@ -521,7 +523,7 @@ def test_missing_or_unfitting_demonstrations_are_said(tmp_path: Path) -> None:
     write_shard(tmp_path / "b" / "episodes-0.npz", "FetchReach-v4", [other])
     differ = rf"in numbers of an observation: 3 in 1, as in {folder}, episode .*0.npz/0; 5 in 1, as in {tmp_path}/b, "
     with pytest.raises(
-        UserError, match=f"do not fit together: episodes differ {differ}.* Leave some out of train.data_path"
+        UserError, match=f"do not fit together: episodes differ {differ}.* Remove some from train.data_path"
     ):
         scan(settings_for([str(folder), str(tmp_path / "b")]))
     wanted = "observation.modalities.obs.low_dim=[robot0_eef_pos]"

@@ -91,7 +91,7 @@ def test_demonstrations_hold_what_the_expert_meant_not_what_the_noise_made_of_it
         assert actions == pytest.approx(meant.astype(np.float32), abs=1e-6)
         moved = np.diff(observations[:, :3], axis=0)  # by noisy actions, which are other ones
         assert np.abs(moved[-1]).max() > 1e-4
-    with pytest.raises(UserError, match=f"{demonstrations} holds episodes already"):
+    with pytest.raises(UserError, match=f"{demonstrations} already holds episodes"):
         collect.prepare(demonstrations)
 
 
@@ -397,15 +397,15 @@ def test_what_cannot_be_done_is_said_once_and_ends_every_rank(
         (folder / "config.json").write_text("{}")
     cases = {
         "train.batch_sise=3": "train.batch_sise is unknown; did you mean train.batch_size",
-        "train.batch_size=x": 'train.batch_size must be a whole number of at least 1, not "x"',
+        "train.batch_size=x": 'train.batch_size must be an integer of at least 1, not "x"',
         "--config=/nowhere.json": "cannot read the settings in /nowhere.json",
         "train.keep_batch_size=global train.batch_size=9": "train.batch_size: A global batch of 9 does not divide",
         f"train.data_path={tmp_path}/nothing": f"no demonstrations in {tmp_path}/nothing.*robot.collect --folder",
         f"train.data_path={broken}": f"{broken}: episode episodes-00003.npz/0 is broken: .*on_broken_shard=skip",
         f"train.resume={tmp_path}/nothing": f"{tmp_path}/nothing is not the folder of a run",
         f"train.resume={tmp_path}/empty_run": f"no checkpoint in {tmp_path}/empty_run",
-        f"train.resume={run_folder} algo.unet.down_dims=[16,16]": "train.resume goes on with the network of its "
-        "run: leave out train.data_path, algo.*embed_dim, algo.unet.down_dims, algo.unet.n_groups, or .* does not fit",
+        f"train.resume={run_folder} algo.unet.down_dims=[16,16]": "train.resume keeps the network of its "
+        "run: remove train.data_path, algo.*embed_dim, algo.unet.down_dims, algo.unet.n_groups, or .* does not fit",
         "train.strategy=dp": "train.strategy: strategy='dp' is for 1 process .*; this job has 2 processes",
         "observation.modalities.obs.low_dim=[a]": f"{demonstrations}, episode .* has no a; it has observations",
         "experiment.env=CartPole-v1": "CartPole-v1 does not fit.* 4 numbers.* 13 ",
@@ -418,7 +418,7 @@ def test_what_cannot_be_done_is_said_once_and_ends_every_rank(
         "network.spare.weight, network.spare.bias: on several ranks, use them",
         f"train.data_path={tmp_path}/line train.output_dir={tmp_path}/late experiment.env=somebodys.worlds:Late "
         "observation.modalities.obs.low_dim=[place] experiment.rollout.n=2 experiment.rollout.horizon=4 "
-        "train.num_epochs=1": f"rollouts in somebodys.worlds:Late after epoch 1, which is saved .go on with "
+        "train.num_epochs=1": f"rollouts in somebodys.worlds:Late after epoch 1, which is saved .resume with "
         f"train.resume={tmp_path}/late/.*: somebodys.worlds:Late fails in step.*RuntimeError: the motor is hot",
         f"train.data_path={elsewhere}": r"Nowhere-v4 cannot be made: NameNotFound.*: set experiment.env to",
     }
@@ -439,7 +439,7 @@ def test_what_cannot_be_done_is_said_once_and_ends_every_rank(
     assert not (tmp_path / "runs").exists()  # no folder was made for a run that cannot begin
     assert (run_folder / "config.json").read_text() == "{}"
 
-    late = only_run(tmp_path / "late")  # its epoch was finished, but not its rollouts, which come when it goes on
+    late = only_run(tmp_path / "late")  # its epoch was finished, but not its rollouts, which follow when it resumes
     assert torch.load(late / "last.pth")["state"]["epoch"] == 1 and not [*(late / "models").glob("*success*")]
     monkeypatch.setattr(sys, "argv", sys.argv)
     saved = states(late)["policy"]
@@ -608,8 +608,8 @@ def test_what_the_old_launcher_adds_is_passed_over(added: str, monkeypatch: pyte
     ("program", "given", "expected"),
     [
         (collect, "--episode 3 --x", "unrecognized arguments: --x"),
-        (collect, "--per-shard 26", "--per-shard is from 1 to 25"),
-        (collect, "--seed 999999", "seeds are at least 0 and below 1000000"),
+        (collect, "--per-shard 26", "--per-shard must be from 1 to 25"),
+        (collect, "--seed 999999", "seeds must be at least 0 and below 1000000"),
         (rollout, "last.pth --episodes x", "invalid int value: 'x'"),
         (rollout, "last.pth --strip a.png", "give --film too"),
         (rollout, "last.pth --json /nowhere/scores.json", "there is no folder /nowhere"),

@@ -172,6 +172,6 @@ def test_a_signal_to_one_rank_stops_all_and_the_run_goes_on(
     before, other = on_ranks(train_until_signalled, 2, tmp_path, f"--parallel {parallel}")
     assert before == other
     (stopped,) = ddpkit.Checkpointer(tmp_path).steps()
-    assert before.pop("last") == f"stopped after step {stopped}; go on with --resume"
+    assert before.pop("last") == f"stopped after step {stopped}; resume with --resume"
     after, _ = train(tmp_path, 1, "--resume")
     assert before | after == pytest.approx(alone, abs=1e-4)

@@ -1,4 +1,4 @@
-"""Where the numbers and pictures of a run go: on two ranks, and when the run goes on."""
+"""Log the numbers and pictures of a run on two ranks, and when it resumes."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from shared.program import (
     one_message,
     stop_if_not_finite,
     user_error,
+    users_code,
 )
 from torch import nn
 
@@ -136,6 +137,29 @@ def test_a_users_class_that_cannot_be_imported_is_one_line(tmp_path: Path, monke
         find_class("net", "broken_net:Net")
     with pytest.raises(UserError, match="net: cannot import nothing_here:Net: ModuleNotFoundError: No module named"):
         find_class("net", "nothing_here:Net")
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        nn.Linear("three", 1)  # torch raises, some calls below
+
+
+def test_an_error_of_a_users_class_names_the_line_of_that_class() -> None:
+    with pytest.raises(UserError) as caught, users_code("net: cannot make it", ": mend it"):
+        Broken()
+    assert re.fullmatch(
+        r"net: cannot make it: TypeError: .* \(in __init__, .*test_program.py, line \d+\): mend it",
+        str(caught.value),
+        re.S,
+    )
+
+
+def test_an_error_below_an_installed_package_names_its_line() -> None:
+    with pytest.raises(UserError, match=r"in \w+, .*torch.*, line \d+\)"), users_code("net"):
+        nn.Linear("three", 1)
+    with pytest.raises(UserError, match="^as it was$"), users_code("net"):
+        raise UserError("as it was")
 
 
 def test_a_model_evaluates_in_a_block_and_each_part_is_then_as_it_was() -> None:

@@ -357,7 +357,7 @@ def test_at_a_scale_both_crops_show_the_same_place(tmp_path: Path) -> None:
             (tmp_path / f"train_{part}/a").mkdir(parents=True, exist_ok=True)
             Image.fromarray(frame).save(tmp_path / f"train_{part}/a/{number}.png")
     data = section(tmp_path, dataroot_spike=None, gt_size=18)
-    with pytest.raises(UserError, match=r"GT_blurred/a/0.png holds \(12, 16, 3\), but \(36, 48, 3\) fits"):
+    with pytest.raises(UserError, match=r"GT_blurred/a/0.png holds \(12, 16, 3\), but must hold \(36, 48, 3\)"):
         find_clips(data, 3)
     (alone,) = find_clips(data | {"dataroot_gt": None}, 3, scale=3)
     assert alone.parts == ("L",) and alone.shapes["L"] == (12, 16, 3) and (alone.height, alone.width) == (36, 48)
@@ -416,7 +416,7 @@ def test_frames_beyond_the_room_are_read_each_time(tiny: Path, monkeypatch: Any,
     usage = shutil.disk_usage(tiny)._replace(free=40_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     clips = find_clips(section(tiny), 3)
-    assert "has room for 19 % of the decoded frames; TMPDIR names another folder" in caplog.text
+    assert "has room for 19 % of the decoded frames; set TMPDIR to use another folder" in caplog.text
     expected = frames_of(find_clips(section(tiny, cache_data=False), 3))
     for _ in range(2):
         assert equal(frames_of(clips), expected)
@@ -460,11 +460,11 @@ def double(path: Path) -> None:
         (damage, "train_GT_blurred/a/000001.png", "cannot read .*train_GT_blurred/a/000001.png"),
         (damage, "train_spike/a/000001.npy", "cannot read .*train_spike/a/000001.npy"),
         (empty, "train_spike/a/000001.npy", "cannot read .*train_spike/a/000001.npy"),
-        (narrow, "train_GT_blurred/a/000001.png", r"a/000001.png holds \(32, 46, 3\), but \(32, 48, 3\) fits"),
+        (narrow, "train_GT_blurred/a/000001.png", r"a/000001.png holds \(32, 46, 3\), but must hold \(32, 48, 3\)"),
         (deepen, "train_GT/a/000000.png", r"a/000000.png has pixels of more than 8 bits .*I.*: convert it to 8 bits"),
         (deepen, "train_GT_blurred/a/000003.png", "a/000003.png has pixels of more than 8 bits .*: convert it to 8"),
-        (convert, "train_GT/b/000003.png", "b holds 3 frames and 1 more that would not be read, 000003.tif: each fr"),
-        (double, "train_GT/b/000001.png", "b holds 4 frames and 1 more that would not be read, 000001.(JPG|png): "),
+        (convert, "train_GT/b/000003.png", "b holds 3 frames and 1 more that would be ignored, 000003.tif: each fr"),
+        (double, "train_GT/b/000001.png", "b holds 4 frames and 1 more that would be ignored, 000001.(JPG|png): "),
     ],
 )
 def test_frames_that_are_missing_or_do_not_fit_are_named(tmp_path: Path, change: Any, file: str, message: str) -> None:
@@ -567,7 +567,7 @@ def test_missing_data_is_named_with_the_way_to_make_it(tiny: Path, tmp_path: Pat
         (tmp_path / "list.txt").write_text(line)
         with pytest.raises(UserError, match=message):
             find_clips(section(tiny, meta_info_file=str(tmp_path / "list.txt")), 3)
-    with pytest.raises(UserError, match="train_GT/b has 4 frames, but 5 are taken at once"):
+    with pytest.raises(UserError, match="train_GT/b has 4 frames, but at least 5 are needed"):
         find_clips(section(tiny), 5)
     data = section(tiny, gt_size=34)
     with pytest.raises(UserError, match="clip a has frames of 48 x 32, smaller than gt_size 34"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def test_comments_go_and_texts_that_look_like_one_stay() -> None:
     ("source", "message"),
     [
         ('{"task": 1,}', "not JSON.*line 1"),
-        ('{"task": "a", "task": "b"}', "task is there twice"),
+        ('{"task": "a", "task": "b"}', "task is given twice"),
         ("[]", "must hold an object"),
         ('{"a": "x\n"}', "not JSON"),
     ],
@@ -73,22 +74,22 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ("datasets__train__dataloder_batch_size", 3, "did you mean datasets.train.dataloader_batch_size?"),
         ("trian", {"x": 1}, "trian.x is unknown; did you mean the section train?"),
         ("zzz", 1, "zzz is unknown"),
-        ("task", "../other", 'task must be a text without / and \\, since it names a folder, not "../other"'),
-        ("task", "..", "task must be a text without /"),
-        ("train__total_iter", "many", 'train.total_iter must be a whole number of at least 1, not "many"'),
-        ("train__total_iter", True, "train.total_iter must be a whole number"),
+        ("task", "../other", 'task must be a string without / and \\, since it names a folder, not "../other"'),
+        ("task", "..", "task must be a string without /"),
+        ("train__total_iter", "many", 'train.total_iter must be an integer of at least 1, not "many"'),
+        ("train__total_iter", True, "train.total_iter must be an integer"),
         ("train", 3, "train must be a section: {"),
         ("train__E_decay", 1.0, "train.E_decay must be a number in [0, 1), not 1.0"),
         ("train__E_decay", float("nan"), "train.E_decay must be a number in [0, 1), not NaN"),
-        ("train__G_lossfn_type", "l3", 'must be l1, l2, charbonnier or package.module:Class, not "l3"'),
-        ("train__G_scheduler_milestones", [5, 3], "a list of growing numbers of iterations, not [5, 3]"),
+        ("train__G_lossfn_type", "l3", 'must be l1 or l2 or charbonnier or package.module:Class, not "l3"'),
+        ("train__G_scheduler_milestones", [5, 3], "an increasing list of iterations, not [5, 3]"),
         ("train__G_optimizer_betas", [0.9], "two numbers in [0, 1)"),
         ("datasets__train__gt_size", 15, "an even number of at least 8, not 15"),
         ("val__size_patch_testing", 31, "an even number of at least 32, or 0"),
-        ("task", "", "task must be a text"),
+        ("task", "", "task must be a string"),
         ("scale", 2, "scale must be 1, not 2, with tiny_clip and with spikes"),
         ("scale", 5, "scale must be 1 or 2 or 3 or 4, not 5"),
-        ("netG__net_type", "VRT", 'netG.net_type must be tiny_clip, vrt, rvrt or package.module:Class, not "VRT"'),
+        ("netG__net_type", "VRT", 'netG.net_type must be tiny_clip or vrt or rvrt or package.module:Class, not "VRT"'),
         ("netG__depht", 2, "netG.depht is unknown"),
         ("netG", 3, "netG must be a section"),
         (
@@ -97,8 +98,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
             "must be false, as it would train on the clips of val_partition, not true",
         ),
         ("datasets__train__interval_list", [], "interval_list must be a list, not empty"),
-        ("logging__wandb_api_key", 123, "logging.wandb_api_key must be a text, or null, not <redacted>"),
-        ("datasets__test__dataset_type", "VideoRecurrentTestDataset", "both with spikes, or neither"),
+        ("logging__wandb_api_key", 123, "logging.wandb_api_key must be a string, or null, not <redacted>"),
+        ("datasets__test__dataset_type", "VideoRecurrentTestDataset", "must both have spikes, or neither"),
         ("train__G_scheduler_type", "MultiStepLR", "needs train.G_scheduler_milestones"),
         ("train__G_scheduler_periods", None, "needs train.G_scheduler_periods"),
         ("train__G_optimizer_lr", 0, "train.G_optimizer_lr must be a number in (0, inf), not 0"),
@@ -123,7 +124,7 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
     with pytest.raises(UserError) as error:
         checked(train__totl_iter=3, train__E_decay=2, scale=5)
     assert len(str(error.value).splitlines()) == 3
-    with pytest.raises(UserError, match="train.total_iter is missing: it must be a whole number"):
+    with pytest.raises(UserError, match="train.total_iter is missing: it must be an integer"):
         complete({"task": "x"})
 
 
@@ -273,7 +274,7 @@ def test_the_command_line_outranks_the_file(tmp_path: Path) -> None:
     assert opt["train"]["E_decay"] == 0.5 and opt["train"]["G_lossfn_type"] == "charbonnier"
     with pytest.raises(UserError, match=r"train.total_iter .*, not \"many\" \(the command line\)"):
         read_options(file, ["train.total_iter=many"])
-    with pytest.raises(UserError, match="settings look like key=value, not 'total_iter'"):
+    with pytest.raises(UserError, match="settings must look like key=value, not 'total_iter'"):
         read_options(file, ["total_iter"])
 
 
@@ -285,7 +286,7 @@ def test_defaults_are_filled_in_and_values_kept() -> None:
 
 @pytest.mark.parametrize("change", ["logging.wandb_api_key=s3cret", 'logging={"wandb_api_key": "s3cret"}'])
 def test_a_secret_on_the_command_line_is_refused(change: str) -> None:
-    with pytest.raises(UserError, match="put the key into the environment, as WANDB_API_KEY") as error:
+    with pytest.raises(UserError, match="set the environment variable WANDB_API_KEY") as error:
         read_options(FILES[0], [change])
     assert "s3cret" not in str(error.value)
 
@@ -296,3 +297,10 @@ def test_secrets_are_hidden_where_options_are_shown_or_saved() -> None:
     with pytest.raises(UserError) as error:
         checked(logging__wandb_api_kye="s3cret", train__my_API_KEY="s3cret")
     assert "s3cret" not in str(error.value) and re.search("did you mean logging.wandb_api_key", str(error.value))
+
+
+def test_a_run_that_needs_wandb_is_refused_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="use_wandb must be false, or true if wandb is installed .pip install wandb."):
+        checked(logging__use_wandb=True)
+    assert not checked(logging__use_wandb=False)["logging"]["use_wandb"]
