@@ -24,7 +24,7 @@ from .loaders import Ending, Samples
 from .modules import Modules
 from .random_numbers import Windows
 from .source import raised_at
-from .steps import Losses, Steps, observe_plateaus
+from .steps import Losses, Schedules, Steps
 from .training_loop import TrainingLoop
 
 # Print what was found, for people or as JSON.
@@ -111,14 +111,14 @@ _FOLLOW = {  # what another finding explains
     "gradients-not-averaged": ("replicas-differ-at-start", "replicas-drift", "collective-order"),
     "replicas-differ-at-start": ("replicas-drift",),
     "one-rank-decides": ("collective-order",),
-    "split-differs": ("shuffle-differs", "samples-missing", "wrong-divisor", "mean-of-means"),
+    "split-differs": ("validation-seen", "shuffle-differs", "samples-missing", "wrong-divisor", "mean-of-means"),
     "shuffle-differs": ("samples-missing", "samples-repeated", "wrong-divisor"),
 }
 
 
 def find_all(facts: Facts) -> list[Finding]:
     """Return the findings, the worst first, without those that follow from others."""
-    found = [*training_loop.find(facts), *gradients.find_without(facts)]
+    found = [*training_loop.find(facts), *gradients.find_without(facts), *samples.find_alone(facts)]
     for subject in _SUBJECTS if facts.is_distributed else ():
         found += subject.find(facts)
     kinds = {finding.kind for finding in found}
@@ -225,10 +225,10 @@ def observe(recorder: Recorder, ending: Ending) -> None:
     losses = Losses(modules, samples, ending)
     collectives = Collectives(recorder, modules, ending)
     loop = TrainingLoop(recorder, modules)
-    steps = Steps(recorder, ending, modules, losses, windows, collectives, samples, loop)
-    for observer in (modules, loop, losses, windows, samples, steps, collectives):
+    schedules = Schedules(recorder)
+    steps = Steps(recorder, ending, modules, losses, windows, collectives, samples, loop, schedules)
+    for observer in (modules, loop, losses, windows, samples, schedules, steps, collectives):
         observer.install()
-    observe_plateaus(recorder)
     observe_saves(recorder)
 
     def join(*args: Any, **kwargs: Any) -> None:

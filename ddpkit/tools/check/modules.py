@@ -72,6 +72,7 @@ class Modules:
         calls: The calls of networks with gradients since the last step.
         samples: How many networks were given since the last step, without gradients.
         networks: The networks that were called with gradients since the last step, and their modes.
+        evaluated: Those that were called without, with the key of the loader that has fed them, and the line.
         is_evaluating: Whether a network runs that is in evaluation mode.
         feeding: The key of the loader that has yielded last, "" between epochs.
         switched: Where the script has called `train()` and `eval()` last.
@@ -84,6 +85,7 @@ class Modules:
         self.calls: list[dict[str, Any]] = []
         self.samples = 0
         self.networks: list[tuple[nn.Module, str]] = []
+        self.evaluated: dict[nn.Module, tuple[str, Stack]] = {}
         self.is_evaluating = False
         self.feeding = ""
         self.switched: dict[str, Stack] = {"train": [], "eval": []}
@@ -102,7 +104,7 @@ class Modules:
         hooks.register_module_forward_pre_hook(guarded(self._entered))
         hooks.register_module_forward_hook(guarded(self._left), always_call=True)
         before(nn.Module, "train", self._switch)
-        before(nn.Module, "load_state_dict", lambda *args, **kwargs: self._recorder.tell("loaded", where=stack()))
+        before(nn.Module, "load_state_dict", self._load)
         after(nn.Parameter, "__deepcopy__", self._copied)
         after(Tensor, "__deepcopy__", self._copied)
         after(DistributedDataParallel, "__init__", self._made)
@@ -145,6 +147,7 @@ class Modules:
         """Forget what belongs to the step that has ended."""
         self.calls = []
         self.networks = []
+        self.evaluated = {}
         self.samples = 0
         for wrapped in self.wrapped.values():
             wrapped.bypassed = []
@@ -163,6 +166,11 @@ class Modules:
     def _registered(self, module: Any, name: str, parameter: Any) -> None:
         if isinstance(parameter, Tensor):
             self._parameters[id(parameter)] = (weakref.ref(parameter), _made_at())
+
+    def _load(self, module: nn.Module, state: Any, *args: Any, **kwargs: Any) -> None:
+        own = {tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+        loaded = {tensor.data_ptr() for tensor in state.values() if isinstance(tensor, Tensor)}
+        self._recorder.tell("loaded", where=stack(), itself=bool(loaded) and loaded <= own)
 
     def _copied(self, original: Tensor, memo: Any) -> None:
         if id(original) in self._parameters:
@@ -229,6 +237,7 @@ class Modules:
             self._recorder.tell("call", loader=self.feeding, mode=mode, where=where)
         if not torch.is_grad_enabled():
             self.samples += size_of(args)
+            self.evaluated[module] = self.feeding, where
         elif len(self.calls) < _MANY_CALLS:
             self.calls.append({"where": where, "input": content(args)})
             self.networks.append((module, mode))

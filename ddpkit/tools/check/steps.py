@@ -16,9 +16,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..recorder import (
     Function,
+    Record,
     Recorder,
     after,
     before,
+    content,
     guarded,
     hash_of,
     parameters_of,
@@ -35,7 +37,8 @@ from .source import Stack, divides_by_ranks, stack
 from .training_loop import TrainingLoop
 
 _ELEMENTWISE = ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"]
-_LOSSES = [*_ELEMENTWISE, "cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"]
+_OF_LOGARITHMS = ["nll_loss", "kl_div"]
+_LOSSES = [*_ELEMENTWISE, *_OF_LOGARITHMS, "cross_entropy", "binary_cross_entropy", "binary_cross_entropy_with_logits"]
 _APPLIED = {"cross_entropy": "Softmax", "binary_cross_entropy_with_logits": "Sigmoid"}
 _SHAPES = ("_DDPSink", "ToCopy", "Squeeze", "Unsqueeze", "View", "UnsafeView", "Transpose", "Permute", "Alias")
 _MANY_LOSSES = 64  # losses that are kept for a step
@@ -110,6 +113,7 @@ class Losses:
         loss: dict[str, Any] = {"where": stack()[:3], "count": count, "total": 0.0}
         loss |= {"summed": reduction != "mean", "masked": reduction != "mean" or ignores}
         loss |= {"activated": _activation(name, input), "broadcast": _broadcast(name, input, target)}
+        loss |= {"probability": _probability(name, input), "copies": self._is_input(name, target)}
         self._found.append(loss)
 
         def arrived(gradient: Tensor) -> None:
@@ -122,6 +126,19 @@ class Losses:
             loss["backward"] = self._backwards
 
         result.register_hook(guarded(arrived))  # type: ignore[no-untyped-call]
+
+    def _is_input(self, name: str, target: Tensor) -> bool:
+        """Return whether the classes of a loss are what a network was given."""
+        given = [call["input"] for call in self._modules.calls if call["input"]]
+        return name == "cross_entropy" and not target.is_floating_point() and content(target) in given
+
+
+def _probability(name: str, input: Tensor) -> float:
+    """Return the sum of a sample's probabilities that is farthest from 1, for losses that take their logarithms."""
+    if name not in _OF_LOGARITHMS or input.ndim < 2:
+        return 1.0
+    sums = input.detach().exp().sum(1 if name == "nll_loss" else -1).reshape(-1)
+    return float(sums[(sums - 1).abs().argmax()])
 
 
 def _activation(name: str, logits: Tensor) -> str:
@@ -144,14 +161,32 @@ def _broadcast(name: str, input: Tensor, target: Tensor) -> str:
     return f"{list(input.shape)} and {list(target.shape)}" if pairs > max(input.numel(), target.numel()) else ""
 
 
-def observe_plateaus(recorder: Recorder) -> None:
-    """Tell the numbers by which schedules judge if the training has come to a plateau."""
+class Schedules:
+    """Observes schedules of the learning rate from the moment of `install`."""
 
-    def step(schedule: Any, metrics: Any = None, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._made: list[tuple[Any, Stack]] = []
+
+    def install(self) -> None:
+        """Begin."""
+        for kind in (lr_scheduler.LRScheduler, lr_scheduler.SequentialLR, lr_scheduler.ChainedScheduler):
+            after(kind, "__init__", lambda made, *args, **kwargs: self._made.append((made, stack())))
+        before(lr_scheduler.ReduceLROnPlateau, "step", self._judges)
+
+    def described(self) -> list[Record]:
+        """Tell how often the schedules that are no part of others have stepped, and the length of a cosine."""
+        parts = [part for schedule, _ in self._made for part in getattr(schedule, "_schedulers", [])]
+        found = []
+        for schedule, made in self._made:
+            if not any(schedule is part for part in parts):
+                found.append({"made": made, "steps": schedule.last_epoch, "length": getattr(schedule, "T_max", None)})
+        return found
+
+    def _judges(self, schedule: Any, metrics: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Tell the number by which a schedule judges if the training has come to a plateau."""
         if metrics is not None:
-            recorder.tell("plateau", value=float(metrics), where=stack())
-
-    before(lr_scheduler.ReduceLROnPlateau, "step", step)
+            self._recorder.tell("plateau", value=float(metrics), where=stack())
 
 
 class _Seen:
@@ -177,6 +212,7 @@ class Steps:
     collectives: Collectives
     samples: Samples
     loop: TrainingLoop
+    schedules: Schedules
     _made: WeakKeyDictionary[Optimizer, Stack] = field(default_factory=WeakKeyDictionary)
     _seen: WeakKeyDictionary[Optimizer, _Seen] = field(default_factory=WeakKeyDictionary)
     _depth: int = 0
@@ -259,6 +295,9 @@ class Steps:
             modes=self.loop.modes(optimizer),
             switched=self.modules.switched,
             outside=self.loop.outside(optimizer),
+            evaluated=self.loop.evaluated(),
+            schedules=self.schedules.described(),
+            frozen=not any(p.requires_grad for p in parameters),
             **self.loop.take(optimizer),
             random=self.windows.close(),
             loaded=self._loaded,

@@ -12,16 +12,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from ..recorder import Record, Recorder, after, before, parameters_of
-from .facts import Facts, Finding, name_some
+from ..recorder import Record, Recorder, after, before, hash_of, parameters_of
+from .facts import Facts, Finding, all_equal, name_some, places
 from .gradients import by_backward, by_line
 from .modules import Modules
-from .source import Place, Stack, stack
+from .source import Place, Stack, calls_method, stack
 
 _MANY = 64  # events that are kept between two steps of an optimizer
 _SEVERAL = 3  # steps or calls, all of which must show a mistake
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout")
 _EXACT = 1e-3  # relative difference of numbers that are meant to be equal
+_LOOSE = 0.05  # of 1, by which probabilities in half precision may miss it
 
 
 class TrainingLoop:
@@ -61,7 +62,9 @@ class TrainingLoop:
         """Return what happened to an optimizer's gradients before this step, and by which factor they are scaled."""
         events = self.optimizers.get(optimizer, [])
         self.optimizers[optimizer] = []
-        return {"events": events, "scale": self._scale}
+        by_optimizer = self._unscaled is None or id(optimizer) in self._unscaled
+        is_scaled = not by_optimizer and getattr(optimizer, "grad_scale", None) is None  # a fused one divides itself
+        return {"events": events, "scale": self._scale, "scaled": is_scaled}
 
     def outside(self, optimizer: Optimizer) -> dict[str, Any]:
         """Describe the parameters of an optimizer's networks that have a gradient and are in no optimizer."""
@@ -75,6 +78,19 @@ class TrainingLoop:
             for name, parameter in parameters.items():
                 if parameter.requires_grad and id(parameter) not in known and _has_gradient([parameter]):
                     found[name.removeprefix("module.")] = self._modules.made(parameter)
+        return found
+
+    def evaluated(self) -> list[Record]:
+        """Describe networks that were evaluated since the last step, are in no optimizer, and resemble one that is."""
+        known = {id(p) for optimizer in list(self.optimizers) for p in parameters_of(optimizer)}
+        trained = [[p.shape for p in network.parameters()] for network, _ in self._modules.networks]
+        found = []
+        for network, (loader, where) in self._modules.evaluated.items():
+            parameters = list(network.parameters())
+            is_copy = known.isdisjoint(map(id, parameters)) and [p.shape for p in parameters] in trained
+            if is_copy and parameters:
+                hashes = [hash_of(p) for p in parameters]
+                found.append({"network": id(network), "hashes": hashes, "loader": loader, "where": where})
         return found
 
     def modes(self, optimizer: Optimizer) -> list[str]:
@@ -200,6 +216,77 @@ def _thrown_away(events: list[Any]) -> list[Any]:
     return [line for kind, line, _ in events[same[0] : same[-1]] if kind == "zeroed"] if same else []
 
 
+def _left_over(facts: Facts) -> _Found:
+    """Find gradients of an epoch's last micro-batches in the first step of the next one."""
+    for steps in _optimizers(facts):
+        passes = [_passes(step["events"]) for step in steps]
+        read = [step["position"][0][1:] if len(step["position"]) == 1 else [0, 0] for step in steps]
+        for number in range(1, len(steps)):
+            more = passes[number] - read[number][1]
+            if read[number][0] > read[number - 1][0] and more > 0 and passes[0] == read[0][1]:
+                seen = f"the first step of an epoch has the gradients of {more} of the epoch before as well"
+                yield "left-over", seen, [steps[number]["events"][-1][1]]
+                break
+
+
+def _passes(events: list[Any]) -> int:
+    """Count the backward passes of the last one's line, since gradients were set to zero."""
+    count = 0
+    for kind, line, _ in reversed(events):
+        if kind == "zeroed":
+            break
+        count += line == events[-1][1]
+    return count
+
+
+def _scaled(facts: Facts) -> _Found:
+    for steps in _optimizers(facts):
+        if all(step["scaled"] for step in steps):
+            yield (
+                "steps-scaled",
+                f"all {len(steps)} steps use gradients that the scaler has multiplied",
+                [steps[0]["where"]],
+            )
+
+
+def _frozen(facts: Facts) -> _Found:
+    for steps in _optimizers(facts):
+        if all(step["frozen"] for step in steps[-_SEVERAL:]):
+            seen = f"at the last {_SEVERAL} steps none of the optimizer's parameters has `requires_grad`"
+            yield "frozen", seen, [facts.first("optimizer")[steps[0]["optimizer"]]["made"], steps[0]["where"]]
+
+
+def _schedules(facts: Facts) -> _Found:
+    steps = [step["schedules"] for step in facts.first("step")]
+    epochs = sum(record["loader"] in facts.training for record in facts.first("epoch end"))
+    for before_it, schedule in zip(*steps[:1], *steps[-1:], strict=False):
+        where = schedule["made"]
+        if schedule["length"] is not None and schedule["steps"] > schedule["length"]:
+            yield "schedule-over", f"it has made {schedule['steps']} steps of {schedule['length']}", [where]
+        if (
+            epochs > 1
+            and schedule["steps"] == before_it["steps"]
+            and not any(calls_method(line, "step") for line in places(where[:1]))
+        ):
+            yield "schedule-unused", f"after {epochs} epochs nothing has called its `step`", [where]
+
+
+def _averages(facts: Facts) -> _Found:
+    """Find networks that only evaluations use, and that stay as they are while one of the same form trains."""
+    evaluated = [each for step in facts.first("step") for each in step["evaluated"]]
+    for network in dict.fromkeys(each["network"] for each in evaluated):
+        own = [each for each in evaluated if each["network"] == network]
+        trains = any(each["loader"] in facts.training for each in own)
+        if len(own) > 1 and all_equal([each["hashes"] for each in own]) and not trains and own[0]["loader"]:
+            yield "average-stale", f"at {len(own)} evaluations its weights are the same", [own[0]["where"]]
+
+
+def _loads(facts: Facts) -> _Found:
+    for record in facts.first("loaded"):
+        if record["itself"] and record["step"]:
+            yield "loads-itself", "all tensors that it gets are the module's own", [record["where"]]
+
+
 def _divided_twice(facts: Facts) -> _Found:
     for steps in _optimizers(facts):
         if any(step["summed"] for step in steps):  # gradients of all ranks are added up: a loss may count less
@@ -225,7 +312,7 @@ def _evaluation_mode(facts: Facts) -> _Found:
 
 
 def _training_mode(facts: Facts) -> _Found:
-    calls = [record for record in facts.first("call") if record["loader"] not in facts.training]
+    calls = [r for r in facts.first("call") if r["loader"] not in facts.training and facts.first("step")]
     for loader in dict.fromkeys(record["loader"] for record in calls):
         own = [record for record in calls if record["loader"] == loader]
         if all(record["mode"] == "train" for record in own):
@@ -244,6 +331,12 @@ def _losses(facts: Facts) -> _Found:
         if all(loss["activated"] for loss in found):
             seen = f"the loss gets the result of {found[0]['activated']}, and applies it again"
             yield "activated-twice", seen, [found[0]["where"]]
+        if all(loss["copies"] for loss in found):
+            yield "target-is-input", f"at each of {len(found)} times they are equal", [found[0]["where"]]
+        sums = [loss["probability"] for loss in found]
+        if all(abs(total - 1.0) > _LOOSE for total in sums):
+            rule = "above-one" if max(sums) > 1.0 + _LOOSE else "not-log-probabilities"
+            yield rule, f"by it the probabilities of a sample add up to {max(sums):.2g}", [found[0]["where"]]
         if all(loss["broadcast"] for loss in found):
             yield "shapes-broadcast", f"input and target have the shapes {found[0]['broadcast']}", [found[0]["where"]]
 
@@ -269,6 +362,12 @@ def _requires_grad(facts: Facts) -> _Found:
 _RULES = (
     _clips,
     _zeroing,
+    _left_over,
+    _scaled,
+    _frozen,
+    _schedules,
+    _averages,
+    _loads,
     _divided_twice,
     _evaluation_mode,
     _training_mode,
