@@ -106,6 +106,7 @@ _SUBJECTS = (gradients, samples, order)
 _FOLLOW = {  # what another finding explains
     "batches-differ": ("wrong-divisor", "collective-order", "one-rank-decides", "replicas-drift"),
     "not-in-optimizer": ("no-gradients",),
+    "same-random-numbers": ("random-numbers-repeat",),
     "gradients-discarded": ("no-gradients",),
     "same-samples": ("same-random-numbers", "samples-repeated"),
     "gradients-not-averaged": ("replicas-differ-at-start", "replicas-drift", "collective-order"),

@@ -20,7 +20,6 @@ from ..recorder import (
     Recorder,
     after,
     before,
-    content,
     guarded,
     hash_of,
     parameters_of,
@@ -113,7 +112,7 @@ class Losses:
         loss: dict[str, Any] = {"where": stack()[:3], "count": count, "total": 0.0}
         loss |= {"summed": reduction != "mean", "masked": reduction != "mean" or ignores}
         loss |= {"activated": _activation(name, input), "broadcast": _broadcast(name, input, target)}
-        loss |= {"probability": _probability(name, input), "copies": self._is_input(name, target)}
+        loss["probability"] = _probability(name, input)
         self._found.append(loss)
 
         def arrived(gradient: Tensor) -> None:
@@ -126,11 +125,6 @@ class Losses:
             loss["backward"] = self._backwards
 
         result.register_hook(guarded(arrived))  # type: ignore[no-untyped-call]
-
-    def _is_input(self, name: str, target: Tensor) -> bool:
-        """Return whether the classes of a loss are what a network was given."""
-        given = [call["input"] for call in self._modules.calls if call["input"]]
-        return name == "cross_entropy" and not target.is_floating_point() and content(target) in given
 
 
 def _probability(name: str, input: Tensor) -> float:

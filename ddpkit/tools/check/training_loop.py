@@ -331,8 +331,6 @@ def _losses(facts: Facts) -> _Found:
         if all(loss["activated"] for loss in found):
             seen = f"the loss gets the result of {found[0]['activated']}, and applies it again"
             yield "activated-twice", seen, [found[0]["where"]]
-        if all(loss["copies"] for loss in found):
-            yield "target-is-input", f"at each of {len(found)} times they are equal", [found[0]["where"]]
         sums = [loss["probability"] for loss in found]
         if all(abs(total - 1.0) > _LOOSE for total in sums):
             rule = "above-one" if max(sums) > 1.0 + _LOOSE else "not-log-probabilities"

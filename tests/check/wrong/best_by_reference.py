@@ -5,7 +5,7 @@ Common: `state_dict()` returns the weights themselves, which training goes on ch
 Mended: They are copied.
 """
 
-import copy
+# mended: import copy
 
 import torch
 from torch import nn

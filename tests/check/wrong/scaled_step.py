@@ -1,6 +1,7 @@
 """Train in half precision with a scaler.
 
-Common where an old loop gets a scaler: it scales the loss, and the optimizer steps on its own, with the scaled gradients.
+Common where an old loop gets a scaler: it scales the loss, and the optimizer steps on its own.
+The gradients are still scaled.
 
 Mended: The scaler makes the step.
 """

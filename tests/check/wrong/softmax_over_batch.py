@@ -21,7 +21,6 @@ for _ in range(2):
         optimizer.zero_grad()
         # mended: log_student = F.log_softmax(student(inputs), dim=1)
         log_student = F.log_softmax(student(inputs), dim=0)  # wrong
-        F.kl_div(
-            log_student, F.softmax(teacher(inputs), dim=1), reduction="batchmean"
-        ).backward()  # <- not-log-probabilities
+        target = F.softmax(teacher(inputs), dim=1)
+        F.kl_div(log_student, target, reduction="batchmean").backward()  # <- not-log-probabilities
         optimizer.step()
