@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -287,7 +288,7 @@ def variables() -> Iterator[tuple[str, Any]]:
 
 def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
-        for key, child in list(value.items())[:32]:
+        for key, child in islice(dict.items(value), 32):  # one of another class may make its values now
             yield f"{name}[{key!r}]", child
     elif isinstance(value, list | tuple):
         for number, child in enumerate(value[:32]):

@@ -376,7 +376,7 @@ class Steps:
 
 def _has_closure(args: Any, kwargs: Any) -> bool:
     """Return whether an optimizer computes its gradients itself, during its step."""
-    return len(args) > 1 or "closure" in kwargs
+    return any(given is not None for given in (*args[1:], kwargs.get("closure")))
 
 
 def _whole_gradient(parameter: Tensor) -> Tensor | None:
