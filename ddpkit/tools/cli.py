@@ -28,11 +28,7 @@ _TOOLS = {
         "python -m ddpkit check -n 2 train.py",
         "check",
     ),
-    "where": _Tool(
-        "asks a running job what each rank is doing, and for how long",
-        "python -m ddpkit where",
-        "where",
-    ),
+    "where": _Tool("asks a running job what each rank is doing, and for how long", "python -m ddpkit where", "where"),
     "rehearse": _Tool(
         "kills, stops and resumes a training script at random, and compares it with a whole run",
         "python -m ddpkit rehearse -n 2,3 train.py --folder {folder} --resume",
@@ -43,11 +39,7 @@ _TOOLS = {
         "torchrun --nproc-per-node=4 -m ddpkit doctor",
         "troubleshooting",
     ),
-    "bench": _Tool(
-        "measures collectives, here or in a job",
-        "python -m ddpkit bench --ranks 2 4",
-        "bench",
-    ),
+    "bench": _Tool("measures collectives, here or in a job", "python -m ddpkit bench --ranks 2 4", "bench"),
 }
 _DOCS = "TOOL --help lists its flags and its page of the docs; in Python, help(ddpkit) is about the library."
 _INTERRUPTED = 130  # exit codes as a shell reports them

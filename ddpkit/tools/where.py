@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from .. import LaunchError, detect_launch
 from ..join.members import Member, Members
@@ -106,20 +106,11 @@ def _find_members(address: str, port: int) -> tuple[Members, list[Member]]:
 
 _STACK_SECONDS = 1.0  # in which a process must write its stack
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
-_STATES = {"R": "runs", "S": "sleeps", "D": "waits for a device", "T": "is stopped", "t": "is traced", "Z": "has ended"}
+_STATES = {"R": "runs", "S": "sleeps", "D": "waits for a device", "T": "is stopped", "t": "is traced"}
 
 
-@dataclass(frozen=True)
-class Process:
-    """A process of this machine: a rank that has not answered, or a loader worker that a rank has forked.
-
-    Attributes:
-        rank: The rank, or that of its parent.
-        pid: The process.
-        is_worker: Whether it is a loader worker.
-        state: What it does, by the kernel's account.
-        stack: Its calls, the outermost first, as "file:line function"; none if Python cannot write them.
-    """
+class Process(NamedTuple):
+    """A process of this machine, and its calls, the outermost first; none if Python cannot write them."""
 
     rank: int
     pid: int
@@ -133,10 +124,8 @@ def look_at(answer: Answer) -> list[Process]:
     found: list[Process] = []
     for claim in answer.claims:
         if claim.host == socket.gethostname():
-            processes = child_processes(claim.pid)
-            if claim in answer.silent:
-                processes = [claim.pid, *processes]
-            for pid in processes:
+            own = [claim.pid] if claim in answer.silent else []
+            for pid in [*own, *child_processes(claim.pid)]:
                 with suppress(OSError):  # it has ended
                     found += _look_at_process(claim, pid)
     return found
@@ -148,7 +137,7 @@ def _look_at_process(claim: Member, pid: int) -> Iterator[Process]:
     files = [file for file in Path(f"/proc/{pid}/fd").iterdir() if STACKS in os.readlink(file)] if writes else []
     if files or pid == claim.pid:
         stack = _read_stack(pid, files[0]) if files and status["State"] in "RSD" else []
-        yield Process(claim.rank, pid, pid != claim.pid, _STATES.get(status["State"], "ends"), stack)
+        yield Process(claim.rank, pid, pid != claim.pid, _STATES.get(status["State"], "has ended"), stack)
 
 
 def _read_stack(pid: int, file: Path) -> list[str]:
@@ -167,16 +156,13 @@ def _read_stack(pid: int, file: Path) -> list[str]:
 
 def describe(processes: list[Process]) -> list[str]:
     """Write what processes of this machine are doing: those of one rank with equal stacks once."""
-    alike: dict[tuple[Any, ...], list[str]] = {}
-    for process in processes:
-        what = f"rank {process.rank}"
-        if process.is_worker:
-            what = f"loader workers of {what}"
-        alike.setdefault((what, process.state, *process.stack), []).append(str(process.pid))
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for rank, pid, is_worker, state, stack in processes:
+        what = "loader workers of " if is_worker else ""
+        alike.setdefault((f"{what}rank {rank}", state, *stack), []).append(str(pid))
     lines = []
     for (what, state, *stack), pids in alike.items():
-        lines.append(f"{what}, pid {', '.join(pids)}: {state}")
-        lines += [f"    {line}" for line in stack]
+        lines += [f"{what}, pid {', '.join(pids)}: {state}", *(f"    {line}" for line in stack)]
     return lines
 
 
@@ -255,7 +241,7 @@ def _only_job() -> tuple[str, int]:
 def _as_json(answer: Answer) -> dict[str, object]:
     ranks = [asdict(each) for each in sorted(answer.activities, key=lambda each: each.rank)]
     silent = [{"rank": each.rank, "host": each.host, "pid": each.pid} for each in answer.silent]
-    processes = [asdict(each) for each in look_at(answer)]
+    processes = [each._asdict() for each in look_at(answer)]
     return {"world_size": answer.members.world_size, "ranks": ranks, "silent": silent, "processes": processes}
 
 

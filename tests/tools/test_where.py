@@ -122,7 +122,8 @@ def test_a_stopped_rank_is_one_that_does_not_answer_and_the_job_goes_on(
     with job(3, tmp_path) as (port, crew):
         stop_process(crew[2].pid)
         assert cli.main(["where", "--job", f"127.0.0.1:{port}"]) == 1
-        *_, told, process = capsys.readouterr().out.splitlines()
+        *_, told, process, state = capsys.readouterr().out.splitlines()
+        assert state == f"rank 2, pid {crew[2].pid}: is stopped"
         assert told.startswith("rank 2: no answer")
         assert process == f"    rank 2: {socket.gethostname()} (pid {crew[2].pid})"
         assert cli.main(["where", "--json", "--job", f"127.0.0.1:{port}"]) == 1

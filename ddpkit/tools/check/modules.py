@@ -105,7 +105,7 @@ class Modules:
         hooks.register_module_forward_pre_hook(guarded(self._entered))
         hooks.register_module_forward_hook(guarded(self._left), always_call=True)
         before(nn.Module, "train", self._switch)
-        before(nn.Module, "load_state_dict", self._load)
+        before(nn.Module, "load_state_dict", lambda *args, **kwargs: self._recorder.tell("loaded", where=stack()))
         after(nn.Parameter, "__deepcopy__", self._copied)
         after(Tensor, "__deepcopy__", self._copied)
         after(DistributedDataParallel, "__init__", self._made)
@@ -167,11 +167,6 @@ class Modules:
     def _registered(self, module: Any, name: str, parameter: Any) -> None:
         if isinstance(parameter, Tensor):
             self._parameters[id(parameter)] = (weakref.ref(parameter), _made_at())
-
-    def _load(self, module: nn.Module, state: Any, *args: Any, **kwargs: Any) -> None:
-        own = {tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers())}
-        loaded = {tensor.data_ptr() for tensor in state.values() if isinstance(tensor, Tensor)}
-        self._recorder.tell("loaded", where=stack(), itself=bool(loaded) and loaded <= own)
 
     def _copied(self, original: Tensor, memo: Any) -> None:
         if id(original) in self._parameters:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -42,6 +43,7 @@ _APPLIED = {"cross_entropy": "Softmax", "binary_cross_entropy_with_logits": "Sig
 _SHAPES = ("_DDPSink", "ToCopy", "Squeeze", "Unsqueeze", "View", "UnsafeView", "Transpose", "Permute", "Alias")
 _MANY_LOSSES = 64  # losses that are kept for a step
 _IMAGES = 4  # dimensions of classes by pixel, of which each rank ignores a few: their means count as equals everywhere
+_LOOSE = 0.05  # of 1, by which probabilities in half precision may miss it
 _FIRST_STEPS = 3  # at which states are compared: what differs differs by then
 
 
@@ -111,8 +113,7 @@ class Losses:
         ignores = not target.is_floating_point() and count < target.numel() and input.ndim < _IMAGES
         loss: dict[str, Any] = {"where": stack()[:3], "count": count, "total": 0.0}
         loss |= {"summed": reduction != "mean", "masked": reduction != "mean" or ignores}
-        loss |= {"activated": _activation(name, input), "broadcast": _broadcast(name, input, target)}
-        loss["probability"] = _probability(name, input)
+        loss["mistakes"] = dict(_mistakes(name, input, target))
         self._found.append(loss)
 
         def arrived(gradient: Tensor) -> None:
@@ -127,12 +128,20 @@ class Losses:
         result.register_hook(guarded(arrived))  # type: ignore[no-untyped-call]
 
 
-def _probability(name: str, input: Tensor) -> float:
-    """Return the sum of a sample's probabilities that is farthest from 1, for losses that take their logarithms."""
-    if name not in _OF_LOGARITHMS or input.ndim < 2:
-        return 1.0
-    sums = input.detach().exp().sum(1 if name == "nll_loss" else -1).reshape(-1)
-    return float(sums[(sums - 1).abs().argmax()])
+def _mistakes(name: str, input: Tensor, target: Tensor) -> Iterator[tuple[str, str]]:
+    """Yield the rules that what a loss gets breaks, and the evidence."""
+    if activation := _activation(name, input):
+        yield "activated-twice", f"the loss gets the result of {activation}, and applies it again"
+    if name in _OF_LOGARITHMS and input.ndim > 1:
+        sums = input.detach().exp().sum(1 if name == "nll_loss" else -1).reshape(-1)
+        total = float(sums[(sums - 1).abs().argmax()])
+        if abs(total - 1) > _LOOSE:
+            rule = "above-one" if total > 1 else "not-log-probabilities"
+            yield rule, f"by it the probabilities of a sample add up to {total:.2g}"
+    if name in _ELEMENTWISE and input.shape != target.shape:
+        pairs = torch.broadcast_tensors(input, target)[0].numel()  # type: ignore[no-untyped-call]
+        if pairs > max(input.numel(), target.numel()):
+            yield "shapes-broadcast", f"input and target have the shapes {list(input.shape)} and {list(target.shape)}"
 
 
 def _activation(name: str, logits: Tensor) -> str:
@@ -147,40 +156,14 @@ def _activation(name: str, logits: Tensor) -> str:
     return ""
 
 
-def _broadcast(name: str, input: Tensor, target: Tensor) -> str:
-    """Write the shapes of tensors if a loss compares more pairs than either has elements, else ""."""
-    if name not in _ELEMENTWISE or input.shape == target.shape:
-        return ""
-    pairs = torch.broadcast_tensors(input, target)[0].numel()  # type: ignore[no-untyped-call]
-    return f"{list(input.shape)} and {list(target.shape)}" if pairs > max(input.numel(), target.numel()) else ""
+def observe_plateaus(recorder: Recorder) -> None:
+    """Tell the numbers by which schedules judge if the training has come to a plateau."""
 
-
-class Schedules:
-    """Observes schedules of the learning rate from the moment of `install`."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._made: list[tuple[Any, Stack]] = []
-
-    def install(self) -> None:
-        """Begin."""
-        for kind in (lr_scheduler.LRScheduler, lr_scheduler.SequentialLR, lr_scheduler.ChainedScheduler):
-            after(kind, "__init__", lambda made, *args, **kwargs: self._made.append((made, stack())))
-        before(lr_scheduler.ReduceLROnPlateau, "step", self._judges)
-
-    def described(self) -> list[Record]:
-        """Tell how often the schedules that are no part of others have stepped, and the length of a cosine."""
-        parts = [part for schedule, _ in self._made for part in getattr(schedule, "_schedulers", [])]
-        found = []
-        for schedule, made in self._made:
-            if not any(schedule is part for part in parts):
-                found.append({"made": made, "steps": schedule.last_epoch, "length": getattr(schedule, "T_max", None)})
-        return found
-
-    def _judges(self, schedule: Any, metrics: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Tell the number by which a schedule judges if the training has come to a plateau."""
+    def step(schedule: Any, metrics: Any = None, *args: Any, **kwargs: Any) -> None:
         if metrics is not None:
-            self._recorder.tell("plateau", value=float(metrics), where=stack())
+            recorder.tell("plateau", value=float(metrics), where=stack())
+
+    before(lr_scheduler.ReduceLROnPlateau, "step", step)
 
 
 class _Seen:
@@ -206,7 +189,7 @@ class Steps:
     collectives: Collectives
     samples: Samples
     loop: TrainingLoop
-    schedules: Schedules
+    _schedules: list[tuple[Any, Stack]] = field(default_factory=list)
     _made: WeakKeyDictionary[Optimizer, Stack] = field(default_factory=WeakKeyDictionary)
     _seen: WeakKeyDictionary[Optimizer, _Seen] = field(default_factory=WeakKeyDictionary)
     _depth: int = 0
@@ -216,6 +199,8 @@ class Steps:
     def install(self) -> None:
         """Begin."""
         self.modules.on_call = guarded(self._note_buffers)
+        for kind in (lr_scheduler.LRScheduler, lr_scheduler.SequentialLR, lr_scheduler.ChainedScheduler):
+            after(kind, "__init__", lambda made, *args, **kwargs: self._schedules.append((made, stack())))
         after(Optimizer, "__init__", self._note_made)
         before(Optimizer, "load_state_dict", self._note_loaded)
         register_optimizer_step_pre_hook(self._begins)
@@ -285,17 +270,23 @@ class Steps:
             divides=self.losses.divides or divides_by_ranks(4) or bool(summed and summed["divides"]),
             summed=summed,
             class_name=type(optimizer).__name__,
+            made=seen.made,
             joined=dist.is_initialized(),
             modes=self.loop.modes(optimizer),
             switched=self.modules.switched,
             outside=self.loop.outside(optimizer),
             evaluated=self.loop.evaluated(),
-            schedules=self.schedules.described(),
-            frozen=not any(p.requires_grad for p in parameters),
+            schedules=self._describe_schedules(),
             **self.loop.take(optimizer),
             random=self.windows.close(),
             loaded=self._loaded,
         )
+
+    def _describe_schedules(self) -> list[Record]:
+        """Tell how often the schedules that are no part of others have stepped, and the length of a cosine."""
+        parts = [id(part) for schedule, _ in self._schedules for part in getattr(schedule, "_schedulers", [])]
+        whole_ones = [(schedule, made) for schedule, made in self._schedules if id(schedule) not in parts]
+        return [{"made": m, "steps": s.last_epoch, "length": getattr(s, "T_max", None)} for s, m in whole_ones]
 
     def _without_gradient(self, parameters: list[Tensor], seen: _Seen) -> dict[str, Stack]:
         """Name the parameters without a gradient, and where a collective got what they compute, if one did."""

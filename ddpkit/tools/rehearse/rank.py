@@ -125,12 +125,7 @@ _KILLED = 60.0  # seconds in which a process is killed by its parent
 
 
 def be_rank(
-    script: Script,
-    folder: Path,
-    is_inside: bool,
-    disturbance: Disturbance | None,
-    recorder: Recorder,
-    control: int,
+    script: Script, folder: Path, is_inside: bool, disturbance: Disturbance | None, recorder: Recorder, control: int
 ) -> int:
     """Run the script as the main program of this process, to its end.
 
