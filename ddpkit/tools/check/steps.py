@@ -133,8 +133,10 @@ def _mistakes(name: str, input: Tensor, target: Tensor) -> Iterator[tuple[str, s
     if activation := _activation(name, input):
         yield "activated-twice", f"the loss gets the result of {activation}, and applies it again"
     if name in _OF_LOGARITHMS and input.ndim > 1:
-        sums = input.detach().exp().sum(1 if name == "nll_loss" else -1).reshape(-1)
-        total = float(sums[(sums - 1).abs().argmax()])
+        likely = input.detach().exp()
+        dimensions = range(1, 2 if name == "nll_loss" else input.ndim)
+        sums = [float(likely.sum(dim).median()) for dim in dimensions]  # some samples may be masked
+        total = min(sums, key=lambda total: abs(total - 1))
         if abs(total - 1) > _LOOSE:
             rule = "above-one" if total > 1 else "not-log-probabilities"
             yield rule, f"by it the probabilities of a sample add up to {total:.2g}"

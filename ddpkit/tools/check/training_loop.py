@@ -67,7 +67,7 @@ class TrainingLoop:
         is_fused = getattr(optimizer, "grad_scale", None) is not None  # it divides by the scale itself
         if self._unscaled is not None and id(optimizer) not in self._unscaled and not is_fused:
             mistakes["steps-scaled"] = "each step uses gradients that the scaler has multiplied"
-        if not any(p.requires_grad for p in parameters_of(optimizer)):
+        if not any(p.requires_grad or p.grad is not None for p in parameters_of(optimizer)):
             mistakes["frozen"] = "none of the optimizer's parameters has `requires_grad`"
         return {"events": events, "scale": self._scale, "mistakes": mistakes}
 
