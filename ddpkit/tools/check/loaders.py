@@ -346,6 +346,7 @@ class _Planned:
             plan=plan,
             expected=None if mapping is None else sorted(set(mapping)),
             total=len(self._dataset),
+            base=id(base),
             dataset=ordered,
             contents=unordered,
             **self._described,
@@ -373,7 +374,7 @@ def _base_of(dataset: Any) -> tuple[Any, list[int] | None]:
 
 def _digest_of(dataset: Any, depth: int = 3) -> tuple[str, str]:
     """Describe what a dataset's fields hold: as it is, and without regard to the order of lists."""
-    if not hasattr(dataset, "__dict__"):
+    if not getattr(dataset, "__dict__", None):  # a list, or a tensor
         return digest(dataset), _unordered(dataset)
     ordered = {}
     unordered = {}

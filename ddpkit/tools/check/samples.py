@@ -296,9 +296,11 @@ def _find_seen(facts: Facts) -> Iterator[Finding]:
     """Find an evaluation on a part of the training samples, if there is none on others."""
     if len(facts.first("optimizer")) > 1:  # perhaps of folds
         return
-    used: dict[str, set[Any]] = {}
+    bases = {record["loader"]: record.get("base") for record in facts.first("epoch")}
+    used: dict[str, set[Any]] = {loader: set() for loader in bases}
     for record in facts.all("epoch"):
-        used.setdefault(record["loader"], set()).update((record.get("dataset"), i) for i in record.get("plan") or ())
+        base = bases.get(record["loader"])
+        used.setdefault(record["loader"], set()).update((base, index) for index in record.get("plan") or ())
     trained = {sample for loader in facts.training for sample in used.get(loader, ())}
     others = {loader: samples for loader, samples in used.items() if loader not in facts.training and samples}
     for loader, samples in others.items():
