@@ -135,10 +135,10 @@ def environment_of(pid: int, processes: str | os.PathLike[str] = "/proc") -> dic
     return variables
 
 
-def child_processes() -> list[int]:
-    """List the processes whose parent is this one; none where `/proc` does not tell."""
+def child_processes(pid: int | str = "self") -> list[int]:
+    """List the processes whose parent is this one, or another; none where `/proc` does not tell."""
     found: list[int] = []
-    for file in Path("/proc/self/task").glob("*/children"):
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # a thread has ended
             found += map(int, file.read_text().split())
     return found

@@ -132,10 +132,7 @@ class Case:
 
 
 def time_cases(
-    cases: Sequence[Case],
-    seconds: float,
-    device: torch.device,
-    say: Callable[[str], None],
+    cases: Sequence[Case], seconds: float, device: torch.device, say: Callable[[str], None]
 ) -> list[list[float]]:
     """Time one call of each case in each round, in seconds, on the slowest rank. Collective.
 

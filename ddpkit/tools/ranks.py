@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import faulthandler
 import functools
@@ -32,6 +33,7 @@ import torch.distributed as dist
 from ..join.store import host_on
 from ..launch.process_tree import child_processes
 from ..spawning.rank_process import replace_environment
+from .cli import positive_seconds
 from .recorder import Record, Recorder
 
 Body = Callable[[Recorder, int], int]  # what a rank does; see `Ranks`
@@ -266,7 +268,7 @@ def _environment(rank: int, number: int, device: str) -> dict[str, str]:
     env = os.environ | dict.fromkeys(_AS_RANK, str(rank)) | dict.fromkeys(_AS_WORLD_SIZE, str(number)) | _OF_ONE_NODE
     env.setdefault("OMP_NUM_THREADS", "1")
     if device == "cpu":
-        env["CUDA_VISIBLE_DEVICES"] = ""
+        env |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}  # without it, accelerate starts no group
     return env
 
 
@@ -305,6 +307,18 @@ class Script:
     arguments: list[str]
     is_module: bool = False
     home: str = field(default_factory=os.getcwd)
+
+
+def add_script(parser: argparse.ArgumentParser, note: str) -> None:
+    """Declare the flags of tools that run a script, and the script with its own arguments."""
+    add = parser.add_argument
+    silence = "bound on a time in which nothing happens (180)"
+    add("--timeout", type=positive_seconds, default=180.0, metavar="SECONDS", help=silence)
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="hide the GPUs from the script, or do not (cpu)")
+    add("--json", action="store_true", help="print one JSON object instead of text")
+    add("-m", "--module", action="store_true", help="the script is the name of a module, as for `python -m`")
+    add("script", help=f"the training script; what follows is its own{note}")
+    add("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 def run_script(script: Script) -> tuple[int, BaseException | None]:

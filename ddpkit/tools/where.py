@@ -6,21 +6,24 @@ import argparse
 import json
 import os
 import re
+import socket
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 from .. import LaunchError, detect_launch
 from ..join.members import Member, Members
 from ..join.rendezvous import Generation
 from ..join.sockets import connect
 from ..join.store import connect_to_store, wait_for_listener
-from ..launch.process_tree import environment_of
+from ..launch.process_tree import child_processes, environment_of
 from ..parsing import encode
-from ..watch.messages import Activity, Lines, fold, parse
+from ..watch.messages import STACK_SIGNAL, STACKS, Activity, Lines, fold, parse, short_path
 from .cli import count, positive_seconds
 
 _STORE_SECONDS = 5.0  # in which the store must answer
@@ -99,6 +102,70 @@ def _find_members(address: str, port: int) -> tuple[Members, list[Member]]:
     return members, generation.claims(range(members.world_size))
 
 
+# Reading the stacks of processes on this machine, which need not answer: Python writes them at a signal.
+
+_STACK_SECONDS = 1.0  # in which a process must write its stack
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_STATES = {"R": "runs", "S": "sleeps", "D": "waits for a device", "T": "is stopped", "t": "is traced"}
+
+
+class Process(NamedTuple):
+    """A process of this machine, and its calls, the outermost first; none if Python cannot write them."""
+
+    rank: int
+    pid: int
+    is_worker: bool
+    state: str
+    stack: list[str]
+
+
+def look_at(answer: Answer) -> list[Process]:
+    """Read what the silent ranks on this machine are doing, and the loader workers of all ranks here."""
+    found: list[Process] = []
+    for claim in answer.claims:
+        if claim.host == socket.gethostname():
+            own = [claim.pid] if claim in answer.silent else []
+            for pid in [*own, *child_processes(claim.pid)]:
+                with suppress(OSError):  # it has ended
+                    found += _look_at_process(claim, pid)
+    return found
+
+
+def _look_at_process(claim: Member, pid: int) -> Iterator[Process]:
+    status = dict(re.findall(r"^(\w+):\s*(\S*)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE))
+    writes = int(status["SigCgt"], 16) >> (STACK_SIGNAL - 1) & 1  # else the signal would kill it
+    files = [file for file in Path(f"/proc/{pid}/fd").iterdir() if STACKS in os.readlink(file)] if writes else []
+    if files or pid == claim.pid:
+        stack = _read_stack(pid, files[0]) if files and status["State"] in "RSD" else []
+        yield Process(claim.rank, pid, pid != claim.pid, _STATES.get(status["State"], "has ended"), stack)
+
+
+def _read_stack(pid: int, file: Path) -> list[str]:
+    """Let a process append its stack to a file, and read that."""
+    known = len(file.read_text())
+    os.kill(pid, STACK_SIGNAL)
+    deadline = time.monotonic() + _STACK_SECONDS
+    text, before = "", None
+    while time.monotonic() < deadline and (not text or text != before):
+        time.sleep(0.02)
+        before, text = text, file.read_text()[known:]
+    frames = [f"{short_path(path)}:{line} {name}" for path, line, name in _FRAME.findall(text)]
+    loop = next((number for number, frame in enumerate(frames) if frame.endswith(" _worker_loop")), len(frames))
+    return frames[loop::-1]  # what is around the loop is that of the rank when it forked the worker
+
+
+def describe(processes: list[Process]) -> list[str]:
+    """Write what processes of this machine are doing: those of one rank with equal stacks once."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for rank, pid, is_worker, state, stack in processes:
+        what = "loader workers of " if is_worker else ""
+        alike.setdefault((f"{what}rank {rank}", state, *stack), []).append(str(pid))
+    lines = []
+    for (what, state, *stack), pids in alike.items():
+        lines += [f"{what}, pid {', '.join(pids)}: {state}", *(f"    {line}" for line in stack)]
+    return lines
+
+
 # Finding the jobs of which ranks run on this machine, by the environments of its processes.
 
 
@@ -151,7 +218,8 @@ def run(args: argparse.Namespace) -> int:
         nodes = count(len(answer.members.nodes), "node")
         print(f"{ranks} on {nodes}, at {time.strftime('%H:%M:%S')}, job {address}:{port}")
         processes = {claim.rank: str(claim) for claim in answer.claims}
-        print("\n".join(fold(answer.activities, answer.members.world_size, processes)))
+        lines = fold(answer.activities, answer.members.world_size, processes)
+        print("\n".join([*lines, *describe(look_at(answer))]))
     return int(len(answer.activities) < answer.members.world_size)
 
 
@@ -173,7 +241,8 @@ def _only_job() -> tuple[str, int]:
 def _as_json(answer: Answer) -> dict[str, object]:
     ranks = [asdict(each) for each in sorted(answer.activities, key=lambda each: each.rank)]
     silent = [{"rank": each.rank, "host": each.host, "pid": each.pid} for each in answer.silent]
-    return {"world_size": answer.members.world_size, "ranks": ranks, "silent": silent}
+    processes = [each._asdict() for each in look_at(answer)]
+    return {"world_size": answer.members.world_size, "ranks": ranks, "silent": silent, "processes": processes}
 
 
 def _address(text: str) -> tuple[str, int]:

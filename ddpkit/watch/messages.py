@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import faulthandler
 import hmac
 import json
 import math
 import os
+import signal
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import CO_GENERATOR
 from itertools import islice
@@ -78,6 +81,28 @@ class Activity:
         return cls(**(fields | texts | {"stack": stack, "told": told}))
 
 
+STACKS = "ddpkit-stacks"
+STACK_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 3
+
+
+@contextmanager
+def readable_stacks() -> Iterator[None]:
+    """Let `where` read the stacks of this process and of loader workers that it forks, also without the interpreter.
+
+    A signal makes Python write the stack into a file in memory, which other processes of the same user find in `/proc`.
+    """
+    if not hasattr(os, "memfd_create"):  # not Linux
+        yield
+        return
+    file = os.memfd_create(STACKS)
+    faulthandler.register(STACK_SIGNAL, file=file, all_threads=False)
+    try:
+        yield
+    finally:
+        faulthandler.unregister(STACK_SIGNAL)
+        os.close(file)
+
+
 ACTIVITY = get_type_hints(Activity)  # the form of its JSON
 
 
@@ -106,7 +131,7 @@ def _describe(frame: FrameType | None) -> tuple[str, str, tuple[str, ...]]:
     shown = frames
     if frames[call][0].co_filename.startswith(_LIBRARIES):  # what goes on in there says nothing
         shown = frames[: call + 1]
-    stack = [f"{_short_path(each.co_filename)}:{number} {each.co_name}" for each, number in shown[-_MOST_FRAMES:]]
+    stack = [f"{short_path(each.co_filename)}:{number} {each.co_name}" for each, number in shown[-_MOST_FRAMES:]]
     place = f"{os.path.basename(code.co_filename)}:{line}"
     return _short(frames[call][0].co_name), _short(place), tuple(map(_short, stack))
 
@@ -122,7 +147,7 @@ def _is_library(filename: str) -> bool:
     return filename.startswith(_PYTHON + os.sep) and "site-packages" not in filename
 
 
-def _short_path(filename: str) -> str:
+def short_path(filename: str) -> str:
     """Write a file as its package or folder and its name."""
     return os.sep.join(filename.split(os.sep)[-3:])
 

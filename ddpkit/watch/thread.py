@@ -32,7 +32,7 @@ from ..parsing import encode
 from .connections import Connections, Event
 from .links import parent_of, send_exit_code
 from .main_thread import MainThread
-from .messages import PAUSE, Activity, Message, Picture, Steps, describe_main_thread
+from .messages import PAUSE, Activity, Message, Picture, Steps, describe_main_thread, readable_stacks
 from .stop_agreement import StopAgreement, StopDecision, StopRequest
 
 log = logging.getLogger(__name__)
@@ -140,8 +140,9 @@ class WatchThread(threading.Thread):
     def run(self) -> None:
         """Listen until the watch is closed; if that fails, the rank does."""
         try:
-            while not self._closing:
-                self._listen()
+            with readable_stacks():
+                while not self._closing:
+                    self._listen()
             self._show_picture(at_once=True)
             if self._keeps:
                 return

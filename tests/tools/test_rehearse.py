@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -79,21 +80,23 @@ def test_a_script_that_resumes_ends_like_the_undisturbed_run(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("bug", "found"),
     [
-        ("epoch", "of a step away from the undisturbed run's, with the same learning rate: samples"),
-        pytest.param("optimizer", "with the same learning rate: samples, weights, optimizer", marks=pytest.mark.storm),
+        ("epoch", "with the same learning rate and weights: the inputs are those of step "),
+        pytest.param(
+            "optimizer", "learning rate, weights and inputs: the optimizer state or random", marks=pytest.mark.storm
+        ),
         pytest.param("schedule", "learning rate [0.05], not [0.025]", marks=pytest.mark.storm),
     ],
 )
 def test_states_that_are_not_restored_are_found_with_the_step_and_the_cause(
     bug: str, found: str, tmp_path: Path
 ) -> None:
-    code, report = rehearse_bug(bug, tmp_path, "-n", "2", "--trials", "3", "--kinds", "kill-all", "--seed", "1")
+    code, report = rehearse_bug(bug, tmp_path, "-n", "2", "--only", "2", "--kinds", "kill-all", "--seed", "11")
     wrong = [text for trial in report["trials"] for text in trial["wrong"]]
     assert code == 1 and any(found in text for text in wrong), report
 
 
 def test_a_file_that_is_written_in_place_is_found_by_killing_its_writer(tmp_path: Path) -> None:
-    flags = ("-n", "2", "--only", "1", "--kinds", "kill-all", "--seed", "7")
+    flags = ("-n", "2", "--only", "1", "--kinds", "kill-all", "--seed", "8")
     code, report = rehearse_bug("halves", tmp_path, *flags)
     (trial,) = report["trials"]
     assert trial["starts"][0]["event"] == "write last.pt", trial
@@ -130,6 +133,28 @@ def test_a_handler_of_signals_may_tell_something_while_a_record_is_written() -> 
     os.close(reader)
     kinds = [json.loads(line)["kind"] for line in b"".join(read).splitlines()]
     assert kinds.count("step") == 1 and kinds.count("handled") >= 5
+
+
+@pytest.mark.storm
+@pytest.mark.parametrize(
+    ("package", "bug", "wrong"),
+    [
+        ("lightning_fabric", "none", ""),
+        ("lightning_fabric", "loader", "the inputs are those of step 1"),
+        ("accelerate", "none", ""),
+        ("accelerate", "sampler", "the inputs are those of step 2"),
+    ],
+)
+def test_what_other_libraries_save_is_rehearsed(package: str, bug: str, wrong: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec(package) is None:  # an import would change the environment
+        pytest.skip(f"needs {package}")
+    script = SCRIPT.with_name(f"rehearsed_{package}.py")
+    words = ("--json", "-n", "2", "--trials", "2", "--kinds", "kill-all", str(script), bug, "{folder}")
+    code, output = rehearse(tmp_path, *words)
+    report = report_of(output)
+    found = [text for trial in report["trials"] for text in trial["wrong"]]
+    assert code == bool(wrong) and [text[-len(wrong) :] for text in found] == [wrong] * bool(wrong), output
+    assert all(trial["files"]["compared"] for trial in report["trials"])
 
 
 @pytest.mark.storm
@@ -271,8 +296,22 @@ def test_a_seed_draws_the_same_disturbances_again_and_kinds_take_turns() -> None
         assert all(before.ranks != after.ranks for before, after in pairwise(starts))
 
 
-def run_of(weights: list[float], rate: float = 0.1) -> Run:
-    return Run(Start(1, None), steps=[{"optimizer": 0, "weights": [value], "rates": [rate]} for value in weights])
+def test_half_of_the_disturbances_come_between_the_changes_of_files_and_none_of_them_before_the_first() -> None:
+    step = ["step"] * 4
+    events = events_of(["start", *step, "write", *step, "write", *step, "end"])
+    numbers = [plan_trial(0, number, ["kill"], {2: events})[0].disturbance.event for number in range(1, 41)]  # type: ignore[union-attr]
+    assert {*numbers[::2]} == {5, 10} and {*numbers[1::2]} == {6, 7, 8, 11, 12, 13, 14}
+    assert plan_trial(0, 2, ["kill"], {2: events_of(["start", "step", "end"])})[0].disturbance is not None
+
+
+def run_of(weights: list[float], rate: float = 0.1, before: list[float] | None = None, inputs: str = "") -> Run:
+    """A run, each of whose steps has the weights of the step before, and the inputs of a letter; "" for none known."""
+    rows = zip(before or [0.0, *weights], weights, inputs or [""] * len(weights), strict=False)
+    common = {"optimizer": 0, "rates": [rate], "rank": 0}
+    return Run(
+        Start(1, None),
+        steps=[common | {"before": [b], "weights": [w], "inputs": ord(i) if i else 0} for b, w, i in rows],
+    )
 
 
 def test_steps_are_found_again_wherever_a_life_begins() -> None:
@@ -291,7 +330,22 @@ def test_steps_are_found_again_wherever_a_life_begins() -> None:
 def test_learning_rates_are_told_from_other_weights() -> None:
     reference = Reference(run_of([1.0, 2.0, 3.0, 4.0]))
     assert "learning rate [0.2], not [0.1]" in reference.follow(run_of([3.3], rate=0.2)).first_difference
-    assert "with the same learning rate" in reference.follow(run_of([3.3])).first_difference
+    assert reference.follow(run_of([3.3], before=[2.5])).first_difference.endswith(": the weights differ before it")
+
+
+def test_weights_and_inputs_are_compared_before_an_optimizer_is_blamed() -> None:
+    reference = Reference(run_of([1.0, 2.0, 3.0, 4.0], inputs="abcd"))
+
+    def explain(inputs: str) -> str:
+        return reference.follow(run_of([3.6], before=[2.0], inputs=inputs)).first_difference
+
+    assert explain("a") == (
+        "step 3 is 0.6 of a step away from the undisturbed run's, with the same learning rate and weights: "
+        "the inputs are those of step 1"
+    )
+    assert explain("x").endswith("the inputs are others")
+    assert explain("c").endswith("weights and inputs: the optimizer state or random numbers differ")
+    assert explain("").endswith("samples, optimizer state or random numbers")
 
 
 def test_undisturbed_runs_that_differ_set_the_tolerance_or_are_left_out() -> None:

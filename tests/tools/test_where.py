@@ -53,11 +53,14 @@ def work(chain: bool, watch: bool) -> None:
 
 
 @contextmanager
-def job(ranks: int, folder: Path, chain: bool = False, watch: bool = True) -> Iterator[tuple[int, list[Any]]]:
+def job(
+    ranks: int, folder: Path, chain: bool = False, watch: bool = True, body: Callable[..., None] | None = None
+) -> Iterator[tuple[int, list[Any]]]:
     """Run a job whose last rank does not come; yield its port and processes."""
     port = free_port()
     envs = [platform_env(rank, ranks, port, READY=f"{folder}") for rank in range(ranks)]
-    crew = [begin(work, env, chain, watch, output=f"{folder}/log{env['RANK']}") for env in envs]
+    words = () if body else (chain, watch)
+    crew = [begin(body or work, env, *words, output=f"{folder}/log{env['RANK']}") for env in envs]
     try:
         until(lambda: all((folder / f"{rank}").exists() for rank in range(ranks)))
         yield port, crew
@@ -119,7 +122,8 @@ def test_a_stopped_rank_is_one_that_does_not_answer_and_the_job_goes_on(
     with job(3, tmp_path) as (port, crew):
         stop_process(crew[2].pid)
         assert cli.main(["where", "--job", f"127.0.0.1:{port}"]) == 1
-        *_, told, process = capsys.readouterr().out.splitlines()
+        *_, told, process, state = capsys.readouterr().out.splitlines()
+        assert state == f"rank 2, pid {crew[2].pid}: is stopped"
         assert told.startswith("rank 2: no answer")
         assert process == f"    rank 2: {socket.gethostname()} (pid {crew[2].pid})"
         assert cli.main(["where", "--json", "--job", f"127.0.0.1:{port}"]) == 1
@@ -127,6 +131,54 @@ def test_a_stopped_rank_is_one_that_does_not_answer_and_the_job_goes_on(
         assert silent == [{"rank": 2, "host": socket.gethostname(), "pid": crew[2].pid}]
         os.kill(crew[2].pid, signal.SIGCONT)
         assert len(ask("127.0.0.1", port, PATIENCE).activities) == 3
+
+
+class Images(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        load_image()
+        return index
+
+
+def hold_the_interpreter() -> None:
+    re.match("(a+)+b", "a" * 60)
+
+
+def load_and_hold() -> None:
+    with ddpkit.distributed() as context:
+        Path(os.environ["READY"], f"{context.rank}").touch()
+        if context.rank == 1:
+            hold_the_interpreter()
+        next(iter(torch.utils.data.DataLoader(Images(), num_workers=2)))
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
+def test_stacks_of_loader_workers_and_of_a_rank_that_holds_the_interpreter_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with job(2, tmp_path, body=load_and_hold) as (port, crew):
+        tool = ["where", "--job", f"127.0.0.1:{port}"]
+
+        def are_shown() -> bool:
+            assert cli.main(tool) == 1
+            return capsys.readouterr().out.count("load_image") == 1
+
+        until(are_shown)
+        assert cli.main([*tool, "--json"]) == 1
+        processes = json.loads(capsys.readouterr().out)["processes"]
+        silent, *workers = sorted(processes, key=lambda each: each["is_worker"])
+        assert (silent["rank"], silent["pid"], silent["state"]) == (1, crew[1].pid, "runs")
+        assert any(line.endswith(" hold_the_interpreter") for line in silent["stack"])
+        for worker in workers:
+            first, *_, last = worker["stack"]
+            assert (worker["rank"], last.split()[-1]) == (0, "load_image") and first.endswith(" _worker_loop"), worker
+        assert cli.main(tool) == 1
+        shown = capsys.readouterr().out
+        assert re.search(rf"^rank 1, pid {crew[1].pid}: runs$", shown, re.MULTILINE), shown
+        assert re.search(r"^loader workers of rank 0, pid \d+, \d+: sleeps$", shown, re.MULTILINE), shown
+        assert all(process.is_alive() for process in crew)
 
 
 def test_where_there_is_no_job_to_ask_the_reason_is_said(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ... import LaunchError, detect_launch
 from ..cli import columns, count, paint, wrap
-from ..ranks import Ranks, Script, describe, exit_when_terminated, run_script, use_gloo_without_gpus
+from ..ranks import Ranks, Script, add_script, describe, exit_when_terminated, run_script, use_gloo_without_gpus
 from ..recorder import Recorder, before
 from . import gradients, order, samples, training_loop
 from .collectives import Collectives, observe_saves
@@ -106,19 +106,20 @@ _SUBJECTS = (gradients, samples, order)
 _FOLLOW = {  # what another finding explains
     "batches-differ": ("wrong-divisor", "collective-order", "one-rank-decides", "replicas-drift"),
     "not-in-optimizer": ("no-gradients",),
+    "same-random-numbers": ("random-numbers-repeat",),
     "gradients-discarded": ("no-gradients",),
     "same-samples": ("same-random-numbers", "samples-repeated"),
     "gradients-not-averaged": ("replicas-differ-at-start", "replicas-drift", "collective-order"),
     "replicas-differ-at-start": ("replicas-drift",),
     "one-rank-decides": ("collective-order",),
-    "split-differs": ("shuffle-differs", "samples-missing", "wrong-divisor", "mean-of-means"),
+    "split-differs": ("validation-seen", "shuffle-differs", "samples-missing", "wrong-divisor", "mean-of-means"),
     "shuffle-differs": ("samples-missing", "samples-repeated", "wrong-divisor"),
 }
 
 
 def find_all(facts: Facts) -> list[Finding]:
     """Return the findings, the worst first, without those that follow from others."""
-    found = [*training_loop.find(facts), *gradients.find_without(facts)]
+    found = [*training_loop.find(facts), *gradients.find_without(facts), *samples.find_alone(facts)]
     for subject in _SUBJECTS if facts.is_distributed else ():
         found += subject.find(facts)
     kinds = {finding.kind for finding in found}
@@ -141,15 +142,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("-n", "--ranks", type=int, default=2, metavar="N", help="processes to start (2)")
     add("--steps", type=int, default=5, metavar="N", help="optimizer steps of an epoch (5); longer epochs are cut")
-    add(
-        "--timeout", type=float, default=180.0, metavar="SECONDS", help="bound on a time in which nothing happens (180)"
-    )
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="hide the GPUs from the script, or do not (cpu)")
     add("--strict", action="store_true", help="exit with 3 if something is suspicious and nothing is wrong")
-    add("--json", action="store_true", help="print one JSON object instead of text")
-    add("-m", "--module", action="store_true", help="the script is the name of a module, as for `python -m`")
-    add("script", help="the training script; what follows is its own")
-    add("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    add_script(parser, "")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -167,8 +161,8 @@ def run(args: argparse.Namespace) -> int:
         return _refuse("it starts ranks itself, -n of them: start it once, without a launcher.")
     if not args.module and not os.path.isfile(args.script):
         return _refuse(f"{args.script}: there is no such file.")
-    if args.ranks < 2 or args.steps < 1 or args.timeout <= 0:
-        return _refuse("-n must be at least 2, --steps at least 1, --timeout positive.")
+    if args.ranks < 2 or args.steps < 1:
+        return _refuse("-n must be at least 2, --steps at least 1.")
     exit_when_terminated()
     script = Script(args.script, args.arguments, args.module)
     with Ranks(partial(be_rank, script, args.steps), args.ranks, args.device) as ranks:

@@ -116,6 +116,7 @@ class Samples:
         self._iterators: WeakKeyDictionary[Any, _Loader] = WeakKeyDictionary()
         self._watched: set[type] = set()  # classes of samplers
         self._fetches = 0
+        self._begun = ("", 0)  # the loader and the number of the epoch that has begun last
 
     def install(self) -> None:
         """Begin."""
@@ -167,6 +168,7 @@ class Samples:
         known = self._known(loader)
         known.epoch += 1
         known.batches = 0
+        self._begun = known.key, known.epoch  # before workers are forked
         self._iterators[iterator] = known
         finalize(iterator, self._leave, known)
         if known.trains:
@@ -280,7 +282,8 @@ class Samples:
         """Tell which random numbers a dataset has drawn for a batch."""
         info = get_worker_info()
         worker = None if info is None else info.id
-        told = {"worker": worker, "number": self._fetches, "content": content(batch)}
+        loader, epoch = self._begun
+        told = {"worker": worker, "number": self._fetches, "content": content(batch), "loader": loader, "epoch": epoch}
         self._recorder.tell("fetch", drawn=draws.drawn, lines=draws.lines, **told)
 
 
@@ -343,6 +346,7 @@ class _Planned:
             plan=plan,
             expected=None if mapping is None else sorted(set(mapping)),
             total=len(self._dataset),
+            base=id(base),
             dataset=ordered,
             contents=unordered,
             **self._described,
@@ -370,7 +374,7 @@ def _base_of(dataset: Any) -> tuple[Any, list[int] | None]:
 
 def _digest_of(dataset: Any, depth: int = 3) -> tuple[str, str]:
     """Describe what a dataset's fields hold: as it is, and without regard to the order of lists."""
-    if not hasattr(dataset, "__dict__"):
+    if not getattr(dataset, "__dict__", None):  # a list, or a tensor
         return digest(dataset), _unordered(dataset)
     ordered = {}
     unordered = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -72,6 +73,7 @@ class Modules:
         calls: The calls of networks with gradients since the last step.
         samples: How many networks were given since the last step, without gradients.
         networks: The networks that were called with gradients since the last step, and their modes.
+        evaluated: Those that were called without, with the key of the loader that has fed them, and the line.
         is_evaluating: Whether a network runs that is in evaluation mode.
         feeding: The key of the loader that has yielded last, "" between epochs.
         switched: Where the script has called `train()` and `eval()` last.
@@ -84,6 +86,7 @@ class Modules:
         self.calls: list[dict[str, Any]] = []
         self.samples = 0
         self.networks: list[tuple[nn.Module, str]] = []
+        self.evaluated: dict[nn.Module, tuple[str, Stack]] = {}
         self.is_evaluating = False
         self.feeding = ""
         self.switched: dict[str, Stack] = {"train": [], "eval": []}
@@ -145,6 +148,7 @@ class Modules:
         """Forget what belongs to the step that has ended."""
         self.calls = []
         self.networks = []
+        self.evaluated = {}
         self.samples = 0
         for wrapped in self.wrapped.values():
             wrapped.bypassed = []
@@ -229,6 +233,7 @@ class Modules:
             self._recorder.tell("call", loader=self.feeding, mode=mode, where=where)
         if not torch.is_grad_enabled():
             self.samples += size_of(args)
+            self.evaluated[module] = self.feeding, where
         elif len(self.calls) < _MANY_CALLS:
             self.calls.append({"where": where, "input": content(args)})
             self.networks.append((module, mode))
@@ -278,7 +283,7 @@ def variables() -> Iterator[tuple[str, Any]]:
 
 def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
-        for key, child in list(value.items())[:32]:
+        for key, child in islice(dict.items(value), 32):  # one of another class may make its values now
             yield f"{name}[{key!r}]", child
     elif isinstance(value, list | tuple):
         for number, child in enumerate(value[:32]):

@@ -34,6 +34,12 @@ def find(facts: Facts) -> Iterator[Finding]:
     yield from islice(chain(_find_same_draws(facts), _find_same_noise(facts)), 1)
 
 
+def find_alone(facts: Facts) -> Iterator[Finding]:
+    """Find mistakes of one process: random numbers that come again, and a validation with training samples."""
+    yield from islice(chain(_find_repeated_draws(facts), _find_repeated_noise(facts)), 1)
+    yield from islice(_find_seen(facts), 1)
+
+
 def _examine(facts: Facts, records: list[Record], trains: bool) -> Finding | None:
     """Look at one epoch of one loader."""
     epoch = records[0]
@@ -251,6 +257,57 @@ def _find_same_noise(facts: Facts) -> Iterator[Finding]:
         return
     evidence = f"at each of {len(drawn)} steps {facts.who} draw from equal states of {', '.join(kinds)}"
     yield facts.finding("same-random-numbers", evidence, *_seeded(facts, *kinds), own_lines)
+
+
+def _find_repeated_draws(facts: Facts) -> Iterator[Finding]:
+    """Find workers that draw in each epoch what they have drawn in the one before."""
+    fetches: dict[tuple[Any, ...], list[Record]] = {}
+    for record in facts.first("fetch"):
+        if record["worker"] is not None and record["loader"] in facts.training:
+            fetches.setdefault((record["loader"], record["worker"], record["number"]), []).append(record)
+    for (_, worker, _), records in fetches.items():
+        kinds = _equal_states([record["drawn"] for record in records], 0) if len(records) > 1 else []
+        if kinds:
+            evidence = f"in {len(records)} epochs workers {worker} draw from equal states of {', '.join(kinds)}"
+            yield facts.finding("random-numbers-repeat", evidence, *_seeded(facts, *kinds), records[0]["lines"])
+
+
+def _find_repeated_noise(facts: Facts) -> Iterator[Finding]:
+    """Find steps that draw what an earlier one has drawn; each does, if it is from a generator of the script."""
+    steps = [record for record in facts.first("step") if record["optimizer"] == 0]
+    drawn = [{(e["generator"], e["state"]) for e in r["random"]["drawn"] if e["words"] >= _FEW} for r in steps]
+    seen: set[tuple[str, int]] = set()
+    for number, states in enumerate(drawn):
+        again = {
+            kind for kind, state in states & seen if kind != "a generator" or all((kind, state) in d for d in drawn)
+        }
+        if again and (number > 1 or "a generator" not in again):
+            evidence = (
+                f"step {number + 1} draws from states of {', '.join(sorted(again))} from which an earlier one has drawn"
+            )
+            late = [
+                record["where"] for record in facts.first("seeded") if record["step"] and record["generator"] in again
+            ]
+            yield facts.finding("random-numbers-repeat", evidence, *late[:1], steps[number]["random"]["lines"])
+        seen |= states
+
+
+def _find_seen(facts: Facts) -> Iterator[Finding]:
+    """Find an evaluation on a part of the training samples, if there is none on others."""
+    if len(facts.first("optimizer")) > 1:  # perhaps of folds
+        return
+    bases = {record["loader"]: record.get("base") for record in facts.first("epoch")}
+    used: dict[str, set[Any]] = {loader: set() for loader in bases}
+    for record in facts.all("epoch"):
+        base = bases.get(record["loader"])
+        used.setdefault(record["loader"], set()).update((base, index) for index in record.get("plan") or ())
+    trained = {sample for loader in facts.training for sample in used.get(loader, ())}
+    others = {loader: samples for loader, samples in used.items() if loader not in facts.training and samples}
+    for loader, samples in others.items():
+        if all(not trained.isdisjoint(other) and not trained <= other for other in others.values()):
+            first = next(record for record in facts.first("epoch") if record["loader"] == loader)
+            evidence = f"{len(trained & samples)} of the {len(samples)} samples of this loader are trained on"
+            yield facts.finding("validation-seen", evidence, first["made"], first["split"])
 
 
 def _equal_states(drawn: list[list[Record]], least: int) -> list[str]:

@@ -244,6 +244,14 @@ def setting_lines(stack: Stack, key: str) -> Stack:
     return found
 
 
+def calls_method(place: Place, method: str) -> bool:
+    """Return whether the file of a line calls a method of what that line assigns."""
+    assigned = [node for node in _enclosing(place.file, place.line) if isinstance(node, ast.Assign)]
+    names = {ast.unparse(target).rpartition(".")[2] for node in assigned for target in node.targets}
+    calls = [ast.unparse(node.func) for node in ast.walk(_syntax_of(place.file)) if isinstance(node, ast.Call)]
+    return any(f".{call}".endswith(f".{name}.{method}") for name in names for call in calls)
+
+
 # Look for divisions by the number of ranks.
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..recorder import (
     Function,
+    Record,
     Recorder,
     after,
     before,
@@ -35,11 +37,13 @@ from .source import Stack, divides_by_ranks, stack
 from .training_loop import TrainingLoop
 
 _ELEMENTWISE = ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"]
-_LOSSES = [*_ELEMENTWISE, "cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"]
+_OF_LOGARITHMS = ["nll_loss", "kl_div"]
+_LOSSES = [*_ELEMENTWISE, *_OF_LOGARITHMS, "cross_entropy", "binary_cross_entropy", "binary_cross_entropy_with_logits"]
 _APPLIED = {"cross_entropy": "Softmax", "binary_cross_entropy_with_logits": "Sigmoid"}
 _SHAPES = ("_DDPSink", "ToCopy", "Squeeze", "Unsqueeze", "View", "UnsafeView", "Transpose", "Permute", "Alias")
 _MANY_LOSSES = 64  # losses that are kept for a step
 _IMAGES = 4  # dimensions of classes by pixel, of which each rank ignores a few: their means count as equals everywhere
+_LOOSE = 0.05  # of 1, by which probabilities in half precision may miss it
 _FIRST_STEPS = 3  # at which states are compared: what differs differs by then
 
 
@@ -109,7 +113,7 @@ class Losses:
         ignores = not target.is_floating_point() and count < target.numel() and input.ndim < _IMAGES
         loss: dict[str, Any] = {"where": stack()[:3], "count": count, "total": 0.0}
         loss |= {"summed": reduction != "mean", "masked": reduction != "mean" or ignores}
-        loss |= {"activated": _activation(name, input), "broadcast": _broadcast(name, input, target)}
+        loss["mistakes"] = dict(_mistakes(name, input, target))
         self._found.append(loss)
 
         def arrived(gradient: Tensor) -> None:
@@ -124,6 +128,24 @@ class Losses:
         result.register_hook(guarded(arrived))  # type: ignore[no-untyped-call]
 
 
+def _mistakes(name: str, input: Tensor, target: Tensor) -> Iterator[tuple[str, str]]:
+    """Yield the rules that what a loss gets breaks, and the evidence."""
+    if activation := _activation(name, input):
+        yield "activated-twice", f"the loss gets the result of {activation}, and applies it again"
+    if name in _OF_LOGARITHMS and input.ndim > 1:
+        likely = input.detach().exp()
+        dimensions = range(1, 2 if name == "nll_loss" else input.ndim)
+        sums = [float(likely.sum(dim).median()) for dim in dimensions]  # some samples may be masked
+        total = min(sums, key=lambda total: abs(total - 1))
+        if abs(total - 1) > _LOOSE:
+            rule = "above-one" if total > 1 else "not-log-probabilities"
+            yield rule, f"by it the probabilities of a sample add up to {total:.2g}"
+    if name in _ELEMENTWISE and input.shape != target.shape:
+        pairs = torch.broadcast_tensors(input, target)[0].numel()  # type: ignore[no-untyped-call]
+        if pairs > max(input.numel(), target.numel()):
+            yield "shapes-broadcast", f"input and target have the shapes {list(input.shape)} and {list(target.shape)}"
+
+
 def _activation(name: str, logits: Tensor) -> str:
     """Name the function that has computed what a loss takes for logits, "" if it is no activation."""
     activation = _APPLIED.get(name)
@@ -134,14 +156,6 @@ def _activation(name: str, logits: Tensor) -> str:
         is_shape = node.name().startswith(_SHAPES)
         node, output = node.next_functions[output if "DDP" in node.name() else 0] if is_shape else (None, 0)
     return ""
-
-
-def _broadcast(name: str, input: Tensor, target: Tensor) -> str:
-    """Write the shapes of tensors if a loss compares more pairs than either has elements, else ""."""
-    if name not in _ELEMENTWISE or input.shape == target.shape:
-        return ""
-    pairs = torch.broadcast_tensors(input, target)[0].numel()  # type: ignore[no-untyped-call]
-    return f"{list(input.shape)} and {list(target.shape)}" if pairs > max(input.numel(), target.numel()) else ""
 
 
 def observe_plateaus(recorder: Recorder) -> None:
@@ -177,6 +191,7 @@ class Steps:
     collectives: Collectives
     samples: Samples
     loop: TrainingLoop
+    _schedules: list[tuple[Any, Stack]] = field(default_factory=list)
     _made: WeakKeyDictionary[Optimizer, Stack] = field(default_factory=WeakKeyDictionary)
     _seen: WeakKeyDictionary[Optimizer, _Seen] = field(default_factory=WeakKeyDictionary)
     _depth: int = 0
@@ -186,6 +201,8 @@ class Steps:
     def install(self) -> None:
         """Begin."""
         self.modules.on_call = guarded(self._note_buffers)
+        for kind in (lr_scheduler.LRScheduler, lr_scheduler.SequentialLR, lr_scheduler.ChainedScheduler):
+            after(kind, "__init__", lambda made, *args, **kwargs: self._schedules.append((made, stack())))
         after(Optimizer, "__init__", self._note_made)
         before(Optimizer, "load_state_dict", self._note_loaded)
         register_optimizer_step_pre_hook(self._begins)
@@ -255,14 +272,23 @@ class Steps:
             divides=self.losses.divides or divides_by_ranks(4) or bool(summed and summed["divides"]),
             summed=summed,
             class_name=type(optimizer).__name__,
+            made=seen.made,
             joined=dist.is_initialized(),
             modes=self.loop.modes(optimizer),
             switched=self.modules.switched,
             outside=self.loop.outside(optimizer),
+            evaluated=self.loop.evaluated(),
+            schedules=self._describe_schedules(),
             **self.loop.take(optimizer),
             random=self.windows.close(),
             loaded=self._loaded,
         )
+
+    def _describe_schedules(self) -> list[Record]:
+        """Tell how often the schedules that are no part of others have stepped, and the length of a cosine."""
+        parts = [id(part) for schedule, _ in self._schedules for part in getattr(schedule, "_schedulers", [])]
+        whole_ones = [(schedule, made) for schedule, made in self._schedules if id(schedule) not in parts]
+        return [{"made": m, "steps": s.last_epoch, "length": getattr(s, "T_max", None)} for s, m in whole_ones]
 
     def _without_gradient(self, parameters: list[Tensor], seen: _Seen) -> dict[str, Stack]:
         """Name the parameters without a gradient, and where a collective got what they compute, if one did."""
@@ -343,7 +369,7 @@ class Steps:
 
 def _has_closure(args: Any, kwargs: Any) -> bool:
     """Return whether an optimizer computes its gradients itself, during its step."""
-    return len(args) > 1 or "closure" in kwargs
+    return any(given is not None for given in (*args[1:], kwargs.get("closure")))
 
 
 def _whole_gradient(parameter: Tensor) -> Tensor | None:

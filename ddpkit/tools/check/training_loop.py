@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from ..recorder import Record, Recorder, after, before, parameters_of
-from .facts import Facts, Finding, name_some
+from ..recorder import Record, Recorder, after, before, hash_of, parameters_of
+from .facts import Facts, Finding, all_equal, name_some, places
 from .gradients import by_backward, by_line
 from .modules import Modules
-from .source import Place, Stack, stack
+from .source import Place, Stack, calls_method, stack
 
 _MANY = 64  # events that are kept between two steps of an optimizer
 _SEVERAL = 3  # steps or calls, all of which must show a mistake
@@ -54,14 +55,21 @@ class TrainingLoop:
         before(torch.amp.GradScaler, "unscale_", self._unscale)
         before(torch.amp.GradScaler, "update", self._updated)
         before(nn.Module, "__setattr__", self._set)
+        before(nn.Module, "load_state_dict", self._load)
         for name in _DROPOUTS:
             before(functional, name, self._drop)
 
     def take(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return what happened to an optimizer's gradients before this step, and by which factor they are scaled."""
+        """Return what happened to an optimizer's gradients before this step, their scale, and mistakes."""
         events = self.optimizers.get(optimizer, [])
         self.optimizers[optimizer] = []
-        return {"events": events, "scale": self._scale}
+        mistakes = {}
+        is_fused = getattr(optimizer, "grad_scale", None) is not None  # it divides by the scale itself
+        if self._unscaled is not None and id(optimizer) not in self._unscaled and not is_fused:
+            mistakes["steps-scaled"] = "each step uses gradients that the scaler has multiplied"
+        if not any(p.requires_grad or p.grad is not None for p in parameters_of(optimizer)):
+            mistakes["frozen"] = "none of the optimizer's parameters has `requires_grad`"
+        return {"events": events, "scale": self._scale, "mistakes": mistakes}
 
     def outside(self, optimizer: Optimizer) -> dict[str, Any]:
         """Describe the parameters of an optimizer's networks that have a gradient and are in no optimizer."""
@@ -75,6 +83,19 @@ class TrainingLoop:
             for name, parameter in parameters.items():
                 if parameter.requires_grad and id(parameter) not in known and _has_gradient([parameter]):
                     found[name.removeprefix("module.")] = self._modules.made(parameter)
+        return found
+
+    def evaluated(self) -> list[Record]:
+        """Describe networks that were evaluated since the last step, are in no optimizer, and resemble one that is."""
+        known = {id(p) for optimizer in list(self.optimizers) for p in parameters_of(optimizer)}
+        trained = [[p.shape for p in network.parameters()] for network, _ in self._modules.networks]
+        found = []
+        for network, (loader, where) in self._modules.evaluated.items():
+            parameters = list(network.parameters())
+            is_copy = known.isdisjoint(map(id, parameters)) and [p.shape for p in parameters] in trained
+            if is_copy and parameters:
+                hashes = [hash_of(p) for p in parameters]
+                found.append({"network": id(network), "hashes": hashes, "loader": loader, "where": where})
         return found
 
     def modes(self, optimizer: Optimizer) -> list[str]:
@@ -111,9 +132,12 @@ class TrainingLoop:
         owners = [o for o in list(self.optimizers) if not clipped.isdisjoint(map(id, parameters_of(o)))]
         if owners and math.isfinite(bound) and self._recorder.step < _MANY:
             kinds = [[kind for kind, *_ in self.optimizers[owner]][-1:] for owner in owners]
-            is_scaled = self._unscaled is not None and self._unscaled.isdisjoint(map(id, owners))
-            is_empty = all(kind != ["backward"] for kind in kinds)
-            self._recorder.tell("clip", where=stack()[:2], scaled=is_scaled, empty=is_empty)
+            mistakes = {}
+            if self._unscaled is not None and self._unscaled.isdisjoint(map(id, owners)):
+                mistakes["clips-scaled"] = "each time gradients are clipped that the scaler has multiplied"
+            if all(kind != ["backward"] for kind in kinds):
+                mistakes["clips-nothing"] = "each time there is no backward pass between step and clipping"
+            self._recorder.tell("clip", where=stack()[:2], mistakes=mistakes)
 
     def _scaled(self, scaler: Any, *args: Any) -> None:
         if scaler.is_enabled():
@@ -129,17 +153,25 @@ class TrainingLoop:
 
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
         if name == "requires_grad" and not hasattr(type(module), name):
-            self._tell_once("requires_grad", type=type(module).__name__, value=bool(value))
+            what = f"`requires_grad = {bool(value)}` is set on a {type(module).__name__}"
+            self._mistake("requires-grad", f"{what}, not on its parameters")
 
     def _drop(self, input: Tensor, *args: Any, **kwargs: Any) -> None:
         if self._modules.is_evaluating and len(args) < 2 and "training" not in kwargs:
-            self._tell_once("dropout")
+            self._mistake("dropout-without-mode", "a network in evaluation mode calls it without `training=`")
 
-    def _tell_once(self, kind: str, **fields: Any) -> None:
+    def _load(self, module: nn.Module, state: Any, *args: Any, **kwargs: Any) -> None:
+        own = {tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+        loaded = {tensor.data_ptr() for tensor in state.values() if isinstance(tensor, Tensor)}
+        if self._recorder.step and loaded and loaded <= own:
+            self._mistake("loads-itself", "all tensors that it gets are the module's own")
+
+    def _mistake(self, rule: str, evidence: str) -> None:
+        """Tell a mistake of a line once."""
         where = stack()
-        if where and (kind, where[0]) not in self._told:
-            self._told.add((kind, where[0]))
-            self._recorder.tell(kind, where=where, **fields)
+        if where and (rule, where[0]) not in self._told:
+            self._told.add((rule, where[0]))
+            self._recorder.tell("mistake", rule=rule, evidence=evidence, where=where)
 
 
 def _has_gradient(parameters: list[Tensor]) -> bool:
@@ -160,22 +192,16 @@ def _optimizers(facts: Facts) -> Iterator[list[Record]]:
             yield steps
 
 
-def _by_line(records: list[Record]) -> list[list[Record]]:
-    """Put together the records of each line of the script."""
-    return [group for line, group in by_line(records).items() if line]
-
-
-def _clips(facts: Facts) -> _Found:
-    for clips in _by_line(facts.first("clip")):
-        where = [clips[0]["where"]]
-        if all(clip["scaled"] for clip in clips):
-            yield "clips-scaled", f"{len(clips)} times gradients were clipped that the scaler had multiplied", where
-        if len(clips) >= _SEVERAL and all(clip["empty"] for clip in clips):
-            yield (
-                "clips-nothing",
-                f"each of {len(clips)} times there was no backward pass between step and clipping",
-                where,
-            )
+def _seen(facts: Facts) -> _Found:
+    """Yield what observers have told as mistakes: once, of each record of a line, or of an optimizer's last steps."""
+    for record in facts.first("mistake"):
+        yield record["rule"], record["evidence"], [record["where"]]
+    losses = [loss for step in facts.first("step") for loss in step["losses"]]
+    lines = [records for told in (losses, facts.first("clip")) for line, records in by_line(told).items() if line]
+    for records in [*lines, *(steps[-_SEVERAL:] for steps in _optimizers(facts))]:
+        for rule, evidence in records[0]["mistakes"].items():
+            if all(rule in record["mistakes"] for record in records):
+                yield rule, evidence, [records[0]["where"]]
 
 
 def _zeroing(facts: Facts) -> _Found:
@@ -198,6 +224,46 @@ def _thrown_away(events: list[Any]) -> list[Any]:
     passes = [number for number, event in enumerate(events) if event[0] == "backward"]
     same = [number for number in passes if events[number][1] == events[passes[-1]][1]]
     return [line for kind, line, _ in events[same[0] : same[-1]] if kind == "zeroed"] if same else []
+
+
+def _left_over(facts: Facts) -> _Found:
+    """Find gradients of an epoch's last micro-batches in the first step of the next one."""
+    for steps in _optimizers(facts):
+        passes = [_passes(step["events"]) for step in steps]
+        read = [step["position"][0][1:] if len(step["position"]) == 1 else [0, 0] for step in steps]
+        for number in range(1, len(steps)):
+            more = passes[number] - read[number][1]
+            if read[number][0] > read[number - 1][0] and more > 0 and passes[0] == read[0][1]:
+                seen = f"the first step of an epoch has the gradients of {more} of the epoch before as well"
+                yield "left-over", seen, [steps[number]["events"][-1][1]]
+                break
+
+
+def _passes(events: list[Any]) -> int:
+    """Count the backward passes of the last one's line, since gradients were set to zero."""
+    return sum(line == events[-1][1] for _, line, _ in takewhile(lambda event: event[0] != "zeroed", reversed(events)))
+
+
+def _schedules(facts: Facts) -> _Found:
+    steps = [step["schedules"] for step in facts.first("step")]
+    epochs = sum(record["loader"] in facts.training for record in facts.first("epoch end"))
+    for before_it, schedule in zip(*steps[:1], *steps[-1:], strict=False):
+        where = schedule["made"]
+        if schedule["length"] is not None and schedule["steps"] > schedule["length"]:
+            yield "schedule-over", f"it has made {schedule['steps']} steps of {schedule['length']}", [where]
+        is_called = any(calls_method(line, "step") for line in places(where[:1]))
+        if epochs > 1 and schedule["steps"] == before_it["steps"] and not is_called:
+            yield "schedule-unused", f"after {epochs} epochs nothing has called its `step`", [where]
+
+
+def _averages(facts: Facts) -> _Found:
+    """Find networks that only evaluations use, and that stay as they are while one of the same form trains."""
+    evaluated = [each for step in facts.first("step") for each in step["evaluated"]]
+    for network in dict.fromkeys(each["network"] for each in evaluated):
+        own = [each for each in evaluated if each["network"] == network]
+        trains = any(each["loader"] in facts.training for each in own)
+        if len(own) > 1 and all_equal([each["hashes"] for each in own]) and not trains and own[0]["loader"]:
+            yield "average-stale", f"at {len(own)} evaluations its weights are the same", [own[0]["where"]]
 
 
 def _divided_twice(facts: Facts) -> _Found:
@@ -225,27 +291,12 @@ def _evaluation_mode(facts: Facts) -> _Found:
 
 
 def _training_mode(facts: Facts) -> _Found:
-    calls = [record for record in facts.first("call") if record["loader"] not in facts.training]
+    calls = [r for r in facts.first("call") if r["loader"] not in facts.training and facts.first("step")]
     for loader in dict.fromkeys(record["loader"] for record in calls):
         own = [record for record in calls if record["loader"] == loader]
         if all(record["mode"] == "train" for record in own):
             seen = "batches of a loader that does not train go through dropout or batch norm in training mode"
             yield "training-mode", seen, [own[0]["where"]]
-
-
-def _dropout(facts: Facts) -> _Found:
-    for record in facts.first("dropout"):
-        yield "dropout-without-mode", "a network in evaluation mode calls it without `training=`", [record["where"]]
-
-
-def _losses(facts: Facts) -> _Found:
-    losses = [loss for step in facts.first("step") for loss in step["losses"]]
-    for found in _by_line(losses):
-        if all(loss["activated"] for loss in found):
-            seen = f"the loss gets the result of {found[0]['activated']}, and applies it again"
-            yield "activated-twice", seen, [found[0]["where"]]
-        if all(loss["broadcast"] for loss in found):
-            yield "shapes-broadcast", f"input and target have the shapes {found[0]['broadcast']}", [found[0]["where"]]
 
 
 def _outside(facts: Facts) -> _Found:
@@ -254,28 +305,21 @@ def _outside(facts: Facts) -> _Found:
         names = [name for name in first["outside"] if all(name in step["outside"] for step in steps)]
         lost = [name for name in first["without"] if all(name in step["without"] for step in steps)]
         if names:
-            made = next(o["made"] for o in facts.first("optimizer") if o["optimizer"] == first["optimizer"])
             seen = f"{name_some(names)}: a gradient at each step, in no optimizer"
             rule = "replaced-after-optimizer" if lost else "not-in-optimizer"
-            yield rule, seen, [first["outside"][names[0]], made]
-
-
-def _requires_grad(facts: Facts) -> _Found:
-    for record in facts.first("requires_grad"):
-        seen = f"`requires_grad = {record['value']}` is set on a {record['type']}, not on its parameters"
-        yield "requires-grad", seen, [record["where"]]
+            yield rule, seen, [first["outside"][names[0]], first["made"]]
 
 
 _RULES = (
-    _clips,
+    _seen,
     _zeroing,
+    _left_over,
+    _schedules,
+    _averages,
     _divided_twice,
     _evaluation_mode,
     _training_mode,
-    _dropout,
-    _losses,
     _outside,
-    _requires_grad,
 )
 
 

@@ -36,10 +36,7 @@ _RECORD = {  # a rank, as the others hear of it
     **dict.fromkeys(("host", "device"), str),
     "versions": dict[str, str],
 }
-_CHECK = {
-    **dict.fromkeys(("name", "status", "found", "remedy"), str),
-    "details": [str],
-}
+_CHECK = {**dict.fromkeys(("name", "status", "found", "remedy"), str), "details": [str]}
 _OF_A_JOB = ("master", "join", "ranks", "same versions", "mean")
 _REMEDIES = {
     "master": (

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cli import announce, count, paint
-from ..ranks import Script, exit_when_terminated
+from ..ranks import Script, add_script, exit_when_terminated
 from .rank import KINDS
 from .runs import FOLDER, Options, Run
 from .trials import Difference, Rehearsal, Trial, UnfitScriptError
@@ -148,13 +148,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--again", default="", metavar="ARGS", help="more arguments of the script when started again")
     add("--exact", action="store_true", help="the tensors in its files must be equal bit for bit")
     add("--grace", type=float, default=30.0, metavar="SECONDS", help="in which all ranks must end once one has (30)")
-    add("--timeout", type=float, default=180.0, metavar="SECONDS", help="bound on a time without steps (180)")
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="hide the GPUs, or do not (cpu)")
     add("--keep", type=Path, metavar="FOLDER", help="keep the files of undisturbed runs and of those that went wrong")
-    add("--json", action="store_true", help="print one JSON object instead of text")
-    add("-m", "--module", action="store_true", help="the script is the name of a module, as for `python -m`")
-    add("script", help=f"the training script; what follows is its own, and {FOLDER} in it is each run's own folder")
-    add("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    add_script(parser, f", and {FOLDER} in it is each run's own folder")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -192,8 +187,8 @@ def _refuse(args: argparse.Namespace) -> str:
     unknown = set(args.kinds.split(",")) - set(KINDS)
     if unknown:
         return f"--kinds knows {', '.join(KINDS)}, not {', '.join(sorted(unknown))}."
-    if min(args.trials, args.only or 1) < 1 or min(args.grace, args.timeout) <= 0:
-        return "--trials and --only count from 1; --grace and --timeout must be positive."
+    if min(args.trials, args.only or 1) < 1 or args.grace <= 0:
+        return "--trials and --only count from 1; --grace must be positive."
     if args.keep and args.keep.exists() and (not args.keep.is_dir() or any(args.keep.iterdir())):
         return f"--keep takes an empty or new folder; {args.keep} holds something."
     return ""

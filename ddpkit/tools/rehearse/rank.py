@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..ranks import Script, describe, run_script, use_gloo_without_gpus
-from ..recorder import Record, Recorder, parameters_of, whole
+from ..recorder import Record, Recorder, before, content, parameters_of, whole
 
 # Draw the disturbances of a trial from its seed.
 
@@ -32,7 +34,6 @@ KINDS = {  # and what is said of it
     "terminate-all": "all ranks got SIGTERM",
 }
 _TWICE = 0.3  # share of the trials that are disturbed a second time
-_AT_CHANGES = 0.5  # share of the disturbances that come when a file is changed
 _LATE = 0.5  # share of the disturbances that come some time after an event, not at it
 _LONGEST = 5.0  # seconds
 
@@ -74,16 +75,17 @@ def plan_trial(seed: int, number: int, kinds: Sequence[str], undisturbed: dict[i
 
     Args:
         seed: Of all trials.
-        number: Of this trial, counted from 1; the kinds take turns.
+        number: Of this trial, counted from 1; the kinds take turns, and so do changes of files and other moments.
         kinds: The kinds of disturbances.
         undisturbed: The events of undisturbed runs, by their number of ranks.
     """
     generator = random.Random(f"{seed} {number}")
+    turns, which = divmod(number - 1, len(kinds))
+    kind = kinds[which]
     ranks = generator.choice(list(undisturbed))
-    kind = kinds[(number - 1) % len(kinds)]
     starts: list[Start] = []
     while True:
-        starts.append(Start(ranks, _draw(generator, kind, undisturbed[ranks])))
+        starts.append(Start(ranks, _draw(generator, kind, undisturbed[ranks], (turns + which + len(starts)) % 2 == 0)))
         if others := [number for number in undisturbed if number != ranks]:
             ranks = generator.choice(others)
         if len(starts) > 1 or generator.random() >= _TWICE:
@@ -91,20 +93,29 @@ def plan_trial(seed: int, number: int, kinds: Sequence[str], undisturbed: dict[i
         kind = generator.choice(kinds)
 
 
-def _draw(generator: random.Random, kind: str, events: RankEvents) -> Disturbance:
-    """Draw a moment of an undisturbed run: often one at which a file is about to be changed."""
+def _draw(generator: random.Random, kind: str, events: RankEvents, at_change: bool) -> Disturbance:
+    """Draw a moment of an undisturbed run: one at which a file is about to be changed, or else far from these.
+
+    Far from them is a step that no change follows, as one does at the end of an epoch: later in the run than the first
+    change, for before there is nothing to resume from.
+    """
     moments = []
     for rank, records in events.items():
         moments += [(rank, number) for number in range(len(records) - 1)]  # the last is the end
-    changes = [(rank, number) for rank, number in moments if events[rank][number]["what"] not in ("start", "step")]
-    if changes and generator.random() < _AT_CHANGES:
-        moments = changes
-    rank, number = generator.choice(moments)
+    changes = [moment for moment in moments if _is_change(events, *moment)]
+    first = min((events[rank][number]["time"] for rank, number in changes), default=0.0)
+    late = [(rank, number) for rank, number in moments if events[rank][number]["time"] > first]
+    between = [(r, n) for r, n in late if not _is_change(events, r, n) and not _is_change(events, r, n + 1)]
+    rank, number = generator.choice((changes if at_change else between) or moments)
     delay = 0.0
     if generator.random() < _LATE:
         gap = events[rank][number + 1]["time"] - events[rank][number]["time"]
         delay = generator.uniform(0, min(gap, _LONGEST))
     return Disturbance(kind, rank, number, delay)
+
+
+def _is_change(events: RankEvents, rank: int, number: int) -> bool:
+    return events[rank][number]["what"] not in ("start", "step", "end")
 
 
 _ELEMENTS = 256  # of all weights of an optimizer that are recorded after a step, and at least one of each tensor
@@ -114,12 +125,7 @@ _KILLED = 60.0  # seconds in which a process is killed by its parent
 
 
 def be_rank(
-    script: Script,
-    folder: Path,
-    is_inside: bool,
-    disturbance: Disturbance | None,
-    recorder: Recorder,
-    control: int,
+    script: Script, folder: Path, is_inside: bool, disturbance: Disturbance | None, recorder: Recorder, control: int
 ) -> int:
     """Run the script as the main program of this process, to its end.
 
@@ -242,7 +248,17 @@ class Changes:
 
 
 def observe_steps(recorder: Recorder, events: Events) -> None:
-    """Tell the weights after each step of an optimizer, by some of their elements."""
+    """Tell of each step of an optimizer some elements of the weights before and after it, and its first inputs."""
+    inputs: list[int] = []  # since the last step
+    before_step: list[float] = []
+
+    def given(module: Any, *args: Any, **kwargs: Any) -> None:
+        if torch.is_grad_enabled() and not inputs and recorder.is_main:
+            inputs.append(content([args, kwargs]))
+
+    @torch.no_grad()
+    def begins(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        before_step[:] = _some_elements(optimizer)
 
     @torch.no_grad()
     def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -251,11 +267,18 @@ def observe_steps(recorder: Recorder, events: Events) -> None:
         recorder.tell(
             "step",
             optimizer=_describe(optimizer),
+            before=before_step,
             weights=_some_elements(optimizer),
+            inputs=sum(inputs),
+            rank=int(os.environ["RANK"]),
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
         )
+        inputs.clear()
         events.note("step")
 
+    before(DistributedDataParallel, "forward", given)  # with arguments by name
+    register_module_forward_pre_hook(given)
+    register_optimizer_step_pre_hook(begins)
     register_optimizer_step_post_hook(stepped)
 
 

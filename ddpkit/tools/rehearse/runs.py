@@ -211,6 +211,8 @@ class Reference:
     def __init__(self, run: Run) -> None:
         self._steps = run.steps
         self._weights = [np.array(step["weights"]) for step in run.steps]
+        self._before = [np.array(step["before"]) for step in run.steps]
+        self._inputs = {run.start.ranks: [step["inputs"] for step in run.steps]}
         self._sizes = self._measure_steps()
         self.length = len(run.steps)
         self.distance = 0.0
@@ -232,6 +234,7 @@ class Reference:
         if greatest > _COMPARABLE:
             return f"weights up to {greatest:.2g} of a step apart"
         self.distance = max(self.distance, greatest)
+        self._inputs[other.start.ranks] = [step["inputs"] for step in other.steps]
         return ""
 
     def follow(self, run: Run, made: int = 0) -> Alignment:
@@ -245,7 +248,7 @@ class Reference:
                 position = self._find(step, expected)
                 if not self._distance(step, position) <= self.tolerance:
                     meant = expected if alignment.stretches else position
-                    alignment.first_difference = self._explain(step, meant)
+                    alignment.first_difference = self._explain(step, meant, run.start.ranks)
                     return alignment
                 alignment.stretches.append([position + 1, position + 1])
             expected = alignment.stretches[-1][1]
@@ -264,24 +267,28 @@ class Reference:
         sizes = {name: max(float(np.median(lengths)), smallest) for name, lengths in moved.items()}
         return [sizes.get(step["optimizer"], 1.0) for step in self._steps]
 
-    def _distance(self, step: Record, position: int) -> float:
-        """Return the distance of a step from one of the undisturbed run."""
+    def _distance(self, step: Record, position: int, when: str = "weights") -> float:
+        """Return the distance of a step from one of the undisturbed run, after it or "before"."""
         if position >= self.length or step["optimizer"] != self._steps[position]["optimizer"]:
             return float("inf")
-        weights = np.array(step["weights"])
-        if weights.shape != self._weights[position].shape:
+        meant = (self._weights if when == "weights" else self._before)[position]
+        weights = np.array(step[when])
+        if weights.shape != meant.shape:
             return float("inf")
-        return float(np.linalg.norm(weights - self._weights[position])) / self._sizes[position]
+        return float(np.linalg.norm(weights - meant)) / self._sizes[position]
 
     def _find(self, step: Record, expected: int) -> int:
-        """Find the equal step that is nearest to the expected one; the most similar step if none is equal."""
+        """Find the equal step nearest to the expected one; else one that begins alike; else the most similar one."""
+        for when in ("weights", "before"):
+            distances = [self._distance(step, position, when) for position in range(self.length)]
+            equal = [position for position, distance in enumerate(distances) if distance <= self.tolerance]
+            if equal:
+                return min(equal, key=lambda position: abs(position - expected))
         distances = [self._distance(step, position) for position in range(self.length)]
-        equal = [position for position, distance in enumerate(distances) if distance <= self.tolerance]
-        nearest = distances.index(min(distances))
-        return min(equal, key=lambda position: abs(position - expected), default=nearest)
+        return distances.index(min(distances))
 
-    def _explain(self, step: Record, position: int) -> str:
-        """Say what is different in a step: the learning rate, or something else."""
+    def _explain(self, step: Record, position: int, ranks: int) -> str:
+        """Say what is different in a step: the learning rate, the weights before it, the samples, or something else."""
         if position >= self.length:
             return f"it went on after step {self.length}, the last of the undisturbed run"
         distance = self._distance(step, position)
@@ -289,7 +296,16 @@ class Reference:
         rates, meant = step["rates"], self._steps[position]["rates"]
         if not _are_alike(rates, meant):
             return f"{text}: learning rate {rates}, not {meant}"
-        return f"{text}, with the same learning rate: samples, weights, optimizer state or random numbers"
+        text = f"{text}, with the same learning rate"
+        inputs = self._inputs.get(ranks, [])
+        if not self._distance(step, position, "before") <= self.tolerance:
+            return f"{text}: the weights differ before it"
+        if not step["inputs"] or not inputs or step["rank"]:  # the others read other samples
+            return f"{text}: samples, optimizer state or random numbers"
+        if step["inputs"] == inputs[position]:
+            return f"{text}, weights and inputs: the optimizer state or random numbers differ"
+        others = [str(number + 1) for number, known in enumerate(inputs) if known == step["inputs"]]
+        return f"{text} and weights: the inputs are " + (f"those of step {others[0]}" if others else "others")
 
 
 def _are_alike(rates: Sequence[float], others: Sequence[float]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -110,6 +111,8 @@ def _relative(tensor: Tensor, other: Tensor) -> float:
 def _read(file: Path) -> dict[str, _Entry]:
     """Read the tensors and numbers of a file, by their place in it; {} if it is none that torch reads safely."""
     try:
+        if file.suffix == ".safetensors":
+            return dict(importlib.import_module("safetensors.torch").load_file(file))
         with file.open("rb") as start:
             if start.read(2) != b"PK":  # the archive that `torch.save` writes
                 return {}
