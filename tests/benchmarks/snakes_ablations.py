@@ -30,17 +30,14 @@ from snakes.collector import Collector
 from snakes.evaluation import League, play_games
 from snakes.opponents import OPPONENTS
 from snakes.search import load_player
-from snakes_strangers import STRANGERS
+from snakes_strangers import voronoi
 
-JUDGES = {name: OPPONENTS[name] for name in ("greedy", "foresighted", "territory")} | STRANGERS
+JUDGES = {name: OPPONENTS[name] for name in ("greedy", "foresighted", "territory")} | {"voronoi": voronoi}
 GAMES_SEED = 12345  # neither that of training nor that of its evaluations
 
 
-def add_no_selves() -> None:
+def draw_the_ladder_alike() -> None:
     League.add = lambda league, actor: None
-
-
-def draw_all_alike() -> None:
     League.shares = lambda league: np.ones(len(league.players)) / len(league.players)
 
 
@@ -63,14 +60,11 @@ def start_together() -> None:
 ABLATIONS: dict[str, str | Callable[[], None]] = {
     "as it is": "",
     "no target networks": "--tau 1",
-    "each snake paid for its own length": "--reward own",
-    "no past selves": add_no_selves,
-    "opponents drawn all alike": draw_all_alike,
+    "the ladder drawn alike, no past selves": draw_the_ladder_alike,
     "territory as the only opponent": "--opponent_difficulty_strategy fixed --opponent territory",
     "no random moves but the actor's": "--epsilon 0",
     "gradients not clipped": clip_nothing,
     "all boards start together": start_together,
-    "learning rate falls to a tenth": "--lr_end 0.1",
 }
 
 

@@ -33,26 +33,14 @@ class Collector:
         seed: Of all boards.
         episode_length: In steps.
         transitions: Of single snakes that the replay holds.
-        reward: "own": a snake is paid for its own length, and its death ends its life; "team": all
-            three are paid for what the team gains on the other, through deaths, too.
     """
 
-    def __init__(
-        self,
-        boards: range,
-        total: int,
-        seed: int,
-        *,
-        episode_length: int,
-        transitions: int,
-        reward: str = "team",
-    ) -> None:
+    def __init__(self, boards: range, total: int, seed: int, *, episode_length: int, transitions: int) -> None:
         self.game = Game(len(boards), seed, first=boards.start, episode_length=episode_length)
         self.game.boards.times[:] = np.array(boards) * episode_length // total
         self.replay = Replay(transitions // (3 * len(boards)), len(boards))
         self._whole = self.game.boards.times == 0
         self._opponents = np.full(len(boards), NOBODY)
-        self._by_team = reward == "team"
         self._actions = np.zeros((len(boards), SNAKES), np.uint8)
 
     @torch.no_grad()
@@ -90,11 +78,7 @@ class Collector:
         game.done[over] = False
         game.died[over] = False
         replay.moved[at] = ~over
-        if self._by_team:
-            replay.rewards[at] = (game.rewards[:, :3].sum(1) - game.rewards[:, 3:].sum(1))[:, None]
-        else:
-            replay.rewards[at] = game.rewards[:, :3]
-            replay.died[at] = game.died[:, :3]
+        replay.rewards[at] = game.rewards[:, :3].sum(1) - game.rewards[:, 3:].sum(1)
 
         ended = game.done & self._whole
         self._whole |= over
@@ -180,20 +164,19 @@ def explore(boards, team, probabilities, epsilon, ways, actions):
 
 
 class Batch(NamedTuple):
-    """Hold transitions of single snakes, B rows. A row's target is `reward + weight * value of later`."""
+    """Hold transitions of single snakes, B rows."""
 
     seen: torch.Tensor  # (B, FEATURES) float32
     way: torch.Tensor  # (B,) int64, the one taken
-    reward: torch.Tensor  # (B,) float32
-    weight: torch.Tensor  # (B,) float32: gamma, or 0 if the snake died
+    reward: torch.Tensor  # (B,) float32: what the team gains on the other
     later: torch.Tensor  # (B, FEATURES) float32
 
 
 class Replay:
     """Hold the last moments of all boards of this rank, in a ring.
 
-    A moment is what each snake sees, the way it takes, what that brings and whether it dies. A
-    board that was done at the moment before only shows its end there and starts anew: nobody moves,
+    A moment is what each snake sees, the way it takes, and what that brings its team. A board that
+    was done at the moment before only shows its end there and starts a new episode: nobody moves,
     the moment ends a transition but begins none.
 
     Args:
@@ -214,8 +197,7 @@ class Replay:
         shape = (moments, boards, MATES)
         self.seen = np.zeros((*shape, FEATURES), np.float32)
         self.ways = np.zeros(shape, np.uint8)
-        self.rewards = np.zeros(shape, np.float32)
-        self.died = np.zeros(shape, np.bool_)
+        self.rewards = np.zeros(shape[:2], np.float32)
         self.moved = np.zeros(shape[:2], np.bool_)
         self.count = 0  # moments added so far
 
@@ -242,33 +224,23 @@ class Replay:
             )
         return self.count > 1 and len(self) >= size
 
-    def sample(self, size: int, gamma: float, rng: np.random.Generator, device: torch.device) -> Batch:
+    def sample(self, size: int, rng: np.random.Generator, device: torch.device) -> Batch:
         """Draw transitions, all with the same probability.
 
         Args:
             size: How many.
-            gamma: Discount per step.
             rng: Of this rank.
             device: Where to put them.
-
-        Raises:
-            ValueError: If it is not `ready()`, or nobody has moved.
         """
         held = min(self.count, len(self.seen))
         begins = (self.count - held + np.arange(held - 1)) % len(self.seen)  # the last one ends transitions only
-        if not self.ready(size) or not self.moved[begins].any():
-            raise ValueError(
-                f"the {held} moments held, {len(self)} transitions, do not make a batch of {size} rows: play on before "
-                "the next update, or raise --buffer_size"
-            )
         rows = _draw(self.moved, begins, MATES, size, rng)
         rows_later = (rows + self.ways[0].size) % self.ways.size
         seen = self.seen.reshape(-1, FEATURES)
         batch = Batch(
             seen=seen.take(rows, 0),
             way=self.ways.take(rows).astype(np.int64),
-            reward=self.rewards.take(rows),
-            weight=np.where(self.died.take(rows), 0, gamma).astype(np.float32),
+            reward=self.rewards.take(rows // MATES),
             later=seen.take(rows_later, 0),
         )
         return Batch(*(torch.from_numpy(array).to(device, non_blocking=True) for array in batch))

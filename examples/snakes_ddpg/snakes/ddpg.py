@@ -10,7 +10,6 @@ arXiv:1709.00503). The README lists all departures, and why.
 from __future__ import annotations
 
 import re
-import time
 from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
@@ -120,12 +119,21 @@ class DDPG:
         hidden: Width of the networks.
         a_lr: Learning rate of the actor.
         c_lr: Learning rate of the critic.
+        gamma: Discount per step.
         tau: Part of the way to the networks that the targets go in each step.
         bfloat16: Compute the second layer of each network in bfloat16.
     """
 
     def __init__(
-        self, device: torch.device, *, hidden: int, a_lr: float, c_lr: float, tau: float, bfloat16: bool = False
+        self,
+        device: torch.device,
+        *,
+        hidden: int,
+        a_lr: float,
+        c_lr: float,
+        gamma: float,
+        tau: float,
+        bfloat16: bool = False,
     ) -> None:
         self.hidden = hidden
         self.actor = Actor(hidden).to(device)
@@ -137,10 +145,9 @@ class DDPG:
         actor = {"params": self.actor.parameters(), "lr": a_lr}
         critic = {"params": self.critic.parameters(), "lr": c_lr}
         self.optimizer = torch.optim.Adam([actor, critic], fused=True)
+        self.gamma = gamma
         self.tau = tau
-        self.exchange_seconds = 0.0  # spent in exchanging gradients so far, most of it waiting for other ranks
-        self._averaging = ExitStack()  # of the block in which gradients travel
-        self._under_way = False
+        self._update = ExitStack()  # what is left to do of the update that was started
 
     def losses(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the actor's and the critic's loss, means over the batch.
@@ -150,7 +157,7 @@ class DDPG:
         target_actor, target_critic = self.targets
         with torch.no_grad():
             later = target_actor(batch.later) * target_critic(batch.later)
-            target = batch.reward + batch.weight * later.sum(-1)
+            target = batch.reward + self.gamma * later.sum(-1)
         values = self.critic(batch.seen)
         taken = values.gather(1, batch.way.unsqueeze(1)).squeeze(1)
         critic_loss = nn.functional.mse_loss(taken, target)
@@ -173,34 +180,20 @@ class DDPG:
         actor_loss, critic_loss = self.losses(batch)
         self.optimizer.zero_grad()
         (actor_loss + critic_loss).backward()
-        start = time.perf_counter()
-        self._averaging.enter_context(ddpkit.averaging(self.networks))
-        self._under_way = True
-        self.exchange_seconds += time.perf_counter() - start
+        self._update.callback(self._step)
+        self._update.enter_context(ddpkit.averaging(self.networks))  # which ends before the step
         return torch.stack([actor_loss.detach(), critic_loss.detach()])
 
     def finish_update(self) -> None:
         """Finish the step that was started, if any, by the mean gradients of all ranks. Collective."""
-        if not self._under_way:
-            return
-        self._under_way = False
-        self._receive()
+        self._update.close()
+
+    def _step(self) -> None:
         for network in self.networks:
             nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         self.optimizer.step()
         with torch.no_grad():
             torch._foreach_lerp_(list(self.targets.parameters()), list(self.networks.parameters()), self.tau)
-
-    def _receive(self) -> None:
-        """Wait for the mean gradients of all ranks. Collective."""
-        start = time.perf_counter()
-        self._averaging.close()
-        self.exchange_seconds += time.perf_counter() - start
-
-    def set_rates(self, a_lr: float, c_lr: float) -> None:
-        """Set the learning rates of the next steps."""
-        for group, lr in zip(self.optimizer.param_groups, (a_lr, c_lr), strict=True):
-            group["lr"] = lr
 
     def parts(self) -> dict[str, Any]:
         """Name the parts that a checkpoint holds."""
@@ -211,7 +204,7 @@ class DDPG:
         return self.actor.state_dict(), self.critic.state_dict()
 
     def load(self, actor: Path, critic: Path) -> None:
-        """Load the weights of two files `actor_*.pth` and `critic_*.pth`, into the targets too.
+        """Begin with the weights of two files `actor_*.pth` and `critic_*.pth`, the targets too.
 
         Raises:
             ValueError: If they do not fit.

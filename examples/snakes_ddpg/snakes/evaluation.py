@@ -30,24 +30,17 @@ class Result:
     games: int = 0
     wins: int = 0
     draws: int = 0
-    games_as_a: int = 0  # those of the games in which it was team A
-    wins_as_a: int = 0
     score: int = 0  # length gained by the end of a game, over all games
-    deaths: int = 0
     other_score: int = 0  # of the second player
-    other_deaths: int = 0
 
     def __add__(self, other: Result) -> Result:
         return Result(*(mine + yours for mine, yours in zip(astuple(self), astuple(other), strict=True)))
 
     def __str__(self) -> str:
-        as_a = _mean(self.wins_as_a, self.games_as_a)
-        as_b = _mean(self.wins - self.wins_as_a, self.games - self.games_as_a)
-        score, deaths, other_score, other_deaths = (_mean(total, self.games) for total in astuple(self)[5:])
+        score, other_score = (total / max(self.games, 1) for total in (self.score, self.other_score))
         return (
             f"{self.wins} of {self.games} games won, {self.draws} drawn: win rate {self.win_rate:.3f} "
-            f"+- {self.standard_error:.3f} (as A {as_a:.3f}, as B {as_b:.3f}), "
-            f"score {score:.1f} : {other_score:.1f}, deaths {deaths:.1f} : {other_deaths:.1f}"
+            f"+- {self.standard_error:.3f}, score {score:.1f} : {other_score:.1f}"
         )
 
     @property
@@ -56,8 +49,8 @@ class Result:
 
     @property
     def win_rate(self) -> float:
-        """Divide games won by games; a draw is not won. Not a number if there were no games, as the lead."""
-        return _mean(self.wins, self.games)
+        """Divide games won by games; a draw is not won."""
+        return self.wins / max(self.games, 1)
 
     @property
     def standard_error(self) -> float:
@@ -67,7 +60,7 @@ class Result:
     @property
     def lead(self) -> float:
         """Subtract the second player's mean score per game from the first's."""
-        return _mean(self.score, self.games) - _mean(self.other_score, self.games)
+        return (self.score - self.other_score) / max(self.games, 1)
 
 
 def play_games(player: Player, other: Player, games: int, *, seed: int = 0, first: int = 0) -> Result:
@@ -98,36 +91,19 @@ def _play(player: Player, other: Player, side: int, game: Game) -> Result:
     """Play every board to its end, `player` as team `side`."""
     count = len(game.done)
     actions = np.zeros((count, SNAKES), np.uint8)
-    scores, deaths = np.zeros((2, count, 2), np.int64)
+    scores = np.zeros((count, 2), np.int64)
     playing = np.ones(count, np.bool_)
     while playing.any():
         player(game.boards, side, actions)
         other(game.boards, 1 - side, actions)
         game.step(actions)
-        deaths += playing[:, None] * game.died.reshape(count, 2, 3).sum(2)
-        if game.done.any():
-            ended = playing & game.done
-            scores[ended] = game.scores()[ended]
-            playing &= ~ended
-            game.reset(game.done)  # a game that ended early must not be played on
+        ended = playing & game.done
+        scores[ended] = game.scores()[ended]
+        playing &= ~ended
+        game.reset(game.done)  # a game that ended early must not be played on
     mine, theirs = scores[:, side], scores[:, 1 - side]
-    wins = int((mine > theirs).sum())
-    is_a = side == 0
-    return Result(
-        games=count,
-        wins=wins,
-        draws=int((mine == theirs).sum()),
-        games_as_a=count * is_a,
-        wins_as_a=wins * is_a,
-        score=int(mine.sum()),
-        deaths=int(deaths[:, side].sum()),
-        other_score=int(theirs.sum()),
-        other_deaths=int(deaths[:, 1 - side].sum()),
-    )
-
-
-def _mean(total: int, games: int) -> float:
-    return total / games if games else math.nan
+    wins, draws = int((mine > theirs).sum()), int((mine == theirs).sum())
+    return Result(count, wins, draws, int(mine.sum()), int(theirs.sum()))
 
 
 class League:

@@ -28,13 +28,13 @@ class Step(NamedTuple):
     sums: Counter
 
 
-def play(boards: range, *opponents: str, reward: str = "own") -> tuple[Collector, list[Step]]:
+def play(boards: range, *opponents: str) -> tuple[Collector, list[Step]]:
     torch.manual_seed(0)
     actor = Actor(8)
     players = [OPPONENTS[opponent] for opponent in opponents]
     shares = np.arange(1, len(players) + 1) / 2  # add up to anything
     size = {"episode_length": LENGTH, "transitions": 100 * 3 * len(boards)}
-    collector = Collector(boards, BOARDS, 7, **size, reward=reward)
+    collector = Collector(boards, BOARDS, 7, **size)
     steps = []
     for _ in range(STEPS):
         before = copied(collector.game.boards)
@@ -63,7 +63,7 @@ def heads(boards: Boards) -> np.ndarray:
 def test_the_same_boards_play_the_same_games_however_they_are_split_over_ranks(opponents: list[str]) -> None:
     whole, steps = play(range(BOARDS), *opponents)
     (one, ones), (other, others) = play(range(5), *opponents), play(range(5, BOARDS), *opponents)
-    for name in ("seen", "ways", "rewards", "died", "moved"):
+    for name in ("seen", "ways", "rewards", "moved"):
         parts = [getattr(part.replay, name) for part in (one, other)]
         np.testing.assert_array_equal(getattr(whole.replay, name), np.concatenate(parts, axis=1), err_msg=name)
     for step, mine, theirs in zip(steps, ones, others, strict=True):
@@ -106,35 +106,16 @@ def test_what_it_remembers_is_what_the_snakes_saw_and_the_way_they_took(played: 
     assert turned == {0, 1, 2}
 
 
-def test_a_reward_is_the_length_gained_and_dying_costs_all_that_was_gained(played: Played) -> None:
+def test_a_reward_is_what_the_team_gains_on_the_other_where_a_death_costs_all_that_was_gained(played: Played) -> None:
     collector, steps = played
     replay, losses = collector.replay, 0
-    for i, step in enumerate(steps):
-        for b in range(BOARDS):
-            for k in range(3):
-                gained = int(step.after.lengths[b, k]) - int(step.before.lengths[b, k])
-                if not replay.moved[i, b]:
-                    expected = None  # begins no transition: whatever stands there is not used
-                elif step.died[b, k]:
-                    expected = 3 - int(step.before.lengths[b, k])
-                    losses += expected < 0
-                else:
-                    expected = gained
-                    assert gained in (0, 1)
-                assert expected is None or replay.rewards[i, b, k] == expected
-                assert replay.died[i, b, k] == step.died[b, k]
-    assert losses, "nobody died longer than at the start"
-
-
-def test_a_team_is_paid_for_its_lead_and_lives_on() -> None:
-    collector, steps = play(range(BOARDS), "random", reward="team")
-    replay = collector.replay
     for i, step in enumerate(steps):
         gained = step.after.lengths.astype(int) - step.before.lengths
         lead = gained[:, :3].sum(1) - gained[:, 3:].sum(1)
         for b in np.flatnonzero(replay.moved[i]):
-            assert (replay.rewards[i, b] == lead[b]).all()
-    assert any(step.died[:, :3].any() for step in steps) and not replay.died.any()
+            assert replay.rewards[i, b] == lead[b]
+            losses += (step.died[b] & (gained[b] < 0)).sum()
+    assert losses, "nobody died longer than at the start"
 
 
 def test_each_episode_has_one_opponent_drawn_by_its_share() -> None:
@@ -210,7 +191,7 @@ def test_the_smallest_replay_has_a_batch_after_every_step_but_the_first(length: 
     for step in range(50):
         collector.play(Actor(4), [OPPONENTS["random"]], np.ones(1), 0.5)
         if step:
-            assert len(collector.replay.sample(3, 0.9, rng, torch.device("cpu")).way) == 3
+            assert len(collector.replay.sample(3, rng, torch.device("cpu")).way) == 3
 
 
 def test_boards_that_run_are_given_a_player_when_the_players_change():
