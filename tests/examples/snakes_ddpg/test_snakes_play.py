@@ -108,7 +108,7 @@ def test_the_game_to_watch_is_the_first_that_is_counted(monkeypatch, capsys):
     last, _, result = counted.rpartition("\n")
     assert len(boards) == 200
     assert boards[0].startswith("123 greedy 0 : 0 random 456, step 0\n+")
-    a, b = re.search(r"score (\S+) : (\S+),", result).groups()
+    a, b = re.search(r"score (\S+) : (\S+)$", result).groups()
     assert last.startswith(f"123 greedy {float(a):.0f} : {float(b):.0f} random 456, step 200\n")
 
 
