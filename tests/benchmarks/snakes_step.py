@@ -32,7 +32,7 @@ class Trainer:
     """Train as the trainer does, and count the CPU's seconds of each part."""
 
     def __init__(self, bfloat16: bool, args: argparse.Namespace) -> None:
-        rates = {"a_lr": 3e-3, "c_lr": 3e-3, "tau": 0.01}
+        rates = {"a_lr": 3e-3, "c_lr": 3e-3, "gamma": 0.97, "tau": 0.01}
         self.agent = DDPG(torch.device("cpu"), hidden=args.hidden, **rates, bfloat16=bfloat16)
         self.collector = Collector(
             range(args.boards), args.boards, 1, episode_length=200, transitions=65 * 3 * args.boards
@@ -51,7 +51,7 @@ class Trainer:
             times.append(time.process_time())
             while not self.collector.replay.ready(self.batch_size):
                 self.collector.play(self.agent.actor, self.players, shares, 0.1)
-            batch = self.collector.replay.sample(self.batch_size, 0.97, self.rng, torch.device("cpu"))
+            batch = self.collector.replay.sample(self.batch_size, self.rng, torch.device("cpu"))
             times.append(time.process_time())
             self.agent.start_update(batch)
             self.agent.finish_update()

@@ -18,15 +18,12 @@ the boards later.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import dataclasses
 import logging
 import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean
 
@@ -114,8 +111,6 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: ddpkit.Sto
     """Train until the run's end, or a signal. Collective."""
     settings = ddpkit.run_on_main(prepare, settings, job.world_size)
     log.info("\n%s\n\nwriting to %s\n", describe(settings), settings.folder)
-    keep_freed_memory()
-    clock = Clock("play", "sample", "update", "evaluate", "save")
 
     # The agent, and how far it has come: counts over all ranks; its standing when it was best
     ddpkit.seed_everything(settings.seed)
@@ -175,20 +170,16 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: ddpkit.Sto
         sums = Counter(updates=0)
         losses = torch.zeros(2, device=job.device)
         for _ in range(ROUND):
-            with clock("play"):
-                sums.update(collector.play(agent.actor, players, shares, epsilon))
+            sums.update(collector.play(agent.actor, players, shares, epsilon))
             if not replay.ready(settings.batch_per_rank):
                 continue
-            with clock("sample"):
-                batch = replay.sample(settings.batch_per_rank, rng, job.device)
-            with clock("update"):
-                agent.finish_update()
-                losses += agent.start_update(batch)
+            batch = replay.sample(settings.batch_per_rank, rng, job.device)
+            agent.finish_update()
+            losses += agent.start_update(batch)
             sums["updates"] += 1
             if stopping.now():
                 break
-        with clock("update"):
-            agent.finish_update()
+        agent.finish_update()
         sums["a_loss"], sums["c_loss"] = losses.tolist()
 
         # Count over all ranks, which so agree on what comes next
@@ -209,8 +200,7 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: ddpkit.Sto
             report(writer, total, news, epsilon, opponent)
             news.clear()
         if is_due(settings.eval_interval, episode, total, finished):
-            with clock("evaluate"):
-                results = evaluate(agent, settings, job)
+            results = evaluate(agent, settings, job)
             report_evaluation(writer, total, results)
             league.add(agent.actor)
             surely = mean([result.win_rate - result.standard_error for result in results.values()])
@@ -218,20 +208,19 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: ddpkit.Sto
                 best = surely
                 ddpkit.run_on_main(runs.save_models, settings.folder, "best", *agent.states())
         if stop or is_due(settings.save_every, episode, total, finished):
-            with clock("save"):
-                ddpkit.check_replicas([agent.networks, agent.targets], agent.optimizer)
-                name = model_name(settings, total["episodes"], stop)
-                ddpkit.run_on_main(runs.save_models, settings.folder, name, *agent.states())
-                checkpoints.save(
-                    total["optimiser_steps"],
-                    **agent.parts(),
-                    total=dict(total),
-                    best=best,
-                    league=league.state_dict(),
-                    ranks=settings.world_size,
-                )
+            ddpkit.check_replicas([agent.networks, agent.targets], agent.optimizer)
+            name = model_name(settings, total["episodes"], stop)
+            ddpkit.run_on_main(runs.save_models, settings.folder, name, *agent.states())
+            checkpoints.save(
+                total["optimiser_steps"],
+                **agent.parts(),
+                total=dict(total),
+                best=best,
+                league=league.state_dict(),
+                ranks=settings.world_size,
+            )
     bar.close()
-    summarize(settings, total, before, clock, time.monotonic() - start)
+    summarize(settings, total, before, time.monotonic() - start)
 
 
 # What `main()` begins with
@@ -327,62 +316,23 @@ def write(writer: SummaryWriter | None, total: Counter, tag: str, values: dict[s
     writer.flush()
 
 
-def summarize(settings: argparse.Namespace, total: Counter, before: Counter, clock: Clock, seconds: float) -> None:
-    """Report the speed, where the time went and each rank's memory, also in `summary.json`. Collective.
-
-    Args:
-        settings: Resolved settings.
-        total: Counters now, of the whole run.
-        before: Counters when this part of it began.
-        clock: Of the parts of the program, on this rank.
-        seconds: Since the beginning.
-    """
+def summarize(settings: argparse.Namespace, total: Counter, before: Counter, seconds: float) -> None:
+    """Report the speed since `before` and the memory of each rank, also in `summary.json`. Collective."""
     summary = {
         "ranks": settings.world_size,
         "seconds": seconds,
         "total": dict(total),
         "per_second": {name: (total[name] - before[name]) / seconds for name in COUNTERS},
-        "share_of_time": {name: spent / seconds for name, spent in clock.seconds.items()},
         "memory_mib_by_rank": ddpkit.all_gather_object(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
     }
     end = "done" if total["episodes"] >= settings.episodes else "stopped (go on with --resume)"
-    shares = ", ".join(f"{name} {share:.0%}" for name, share in summary["share_of_time"].items())
     log.info(
         f"{end} after {total['episodes']} episodes and {seconds:.0f} s, "
-        f"{summary['per_second']['episodes']:.1f} episodes/s\n\ttime: {shares}\n"
-        f"\tmemory: {max(summary['memory_mib_by_rank']):.0f} MiB on the rank that took most"
+        f"{summary['per_second']['episodes']:.1f} episodes/s; "
+        f"{max(summary['memory_mib_by_rank']):.0f} MiB of memory on the rank that took most"
     )
     if ddpkit.is_main_process() and total != before:
         runs.save_json(settings.folder / "summary.json", summary)
-
-
-# What a program that runs for long needs
-
-
-class Clock:
-    """Count the `seconds` that each part of the program takes, by its name."""
-
-    def __init__(self, *parts: str) -> None:
-        self.seconds = dict.fromkeys(parts, 0.0)
-
-    @contextmanager
-    def __call__(self, part: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[part] += time.perf_counter() - start
-
-
-def keep_freed_memory() -> None:
-    """Have the C library keep what a step frees for the next one.
-
-    Given back to the system and taken again it costs a page fault per 4 KiB: a tenth of a rank's
-    time, now on this one, now on that one, and the others wait.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:  # not glibc
-        return
-    mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: bytes free at the top of the heap before it shrinks
-    mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: bytes from which a block is mapped on its own; this is the most
 
 
 if __name__ == "__main__":

@@ -192,7 +192,7 @@ def test_a_run_leaves_config_events_models_checkpoints_and_a_summary(trained: Tr
     actor, critic = (torch.load(models[EPISODES]) for models in (actors, critics))
     both = {f"0.{name}": value for name, value in actor.items()} | {f"1.{name}": v for name, v in critic.items()}
     assert same(both, state["networks"])
-    assert len(summary["memory_mib_by_rank"]) == 2 and all(summary["share_of_time"].values())
+    assert len(summary["memory_mib_by_rank"]) == 2 and all(summary["per_second"].values())
     for path in actors.values():
         load_player(path)
 
