@@ -44,13 +44,12 @@ class Trainer:
     def turn(self) -> dict[str, float]:
         """Take some steps; return the seconds of each part in one."""
         seconds = dict.fromkeys(PARTS, 0.0)
-        shares = np.ones(len(self.players))
         for _ in range(STEPS):
             times = [time.process_time()]
-            self.collector.play(self.agent.actor, self.players, shares, 0.1)
+            self.collector.play(self.agent.actor, self.players, 0.1)
             times.append(time.process_time())
             while not self.collector.replay.ready(self.batch_size):
-                self.collector.play(self.agent.actor, self.players, shares, 0.1)
+                self.collector.play(self.agent.actor, self.players, 0.1)
             batch = self.collector.replay.sample(self.batch_size, self.rng, torch.device("cpu"))
             times.append(time.process_time())
             self.agent.start_update(batch)

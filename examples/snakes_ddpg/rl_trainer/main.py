@@ -39,10 +39,10 @@ from shared.program import one_message, user_error
 from snakes import opponents, runs
 from snakes.collector import Collector
 from snakes.ddpg import DDPG, Actor, Critic, computes_in_bfloat16, load_network
-from snakes.evaluation import League, Result, play_games
+from snakes.evaluation import Result, play_games
 from snakes.search import Policy
 from snakes.settings import (
-    LEAGUE,
+    MIXED,
     ROUND,
     describe,
     epsilon_at,
@@ -57,7 +57,6 @@ import ddpkit
 
 log = logging.getLogger("snakes")
 EVALUATION_SEED = 2**31  # evaluations play games of their own, the same ones each time
-SELVES = 4  # past selves in the league
 COUNTERS = ("episodes", "environment_steps", "optimiser_steps", "samples")
 
 
@@ -123,13 +122,11 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: ddpkit.Sto
         tau=settings.tau,
         bfloat16=job.device.type == "cpu" and computes_in_bfloat16(),
     )
-    league = League(opponents.LADDER, selves=SELVES)
     checkpoints = ddpkit.Checkpointer(settings.folder / "checkpoints", keep=2)
     total = Counter(dict.fromkeys(COUNTERS, 0))
     best = -1.0
     if settings.resume:
         saved = checkpoints.load_latest(**agent.parts())
-        league.load_state_dict(saved["league"], agent.actor)
         total = Counter(saved["total"])
         best = saved["best"]
         ranks = f"saved by {saved['ranks']} rank(s) and now on {settings.world_size}"
@@ -162,15 +159,14 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: ddpkit.Sto
         episode = total["episodes"]
         epsilon = epsilon_at(settings, total["environment_steps"])
         opponent = opponent_at(settings, episode + 1)
-        players, shares = league.players, league.shares()
-        if opponent != LEAGUE:
-            players, shares = [opponents.get(opponent)], np.ones(1)
+        names = opponents.LADDER if opponent == MIXED else [opponent]
+        players = [opponents.get(name) for name in names]
 
         # Train. While the gradients of an update travel, until its finish, the boards play on
         sums = Counter(updates=0)
         losses = torch.zeros(2, device=job.device)
         for _ in range(ROUND):
-            sums.update(collector.play(agent.actor, players, shares, epsilon))
+            sums.update(collector.play(agent.actor, players, epsilon))
             if not replay.ready(settings.batch_per_rank):
                 continue
             batch = replay.sample(settings.batch_per_rank, rng, job.device)
@@ -190,8 +186,6 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: ddpkit.Sto
         total["optimiser_steps"] += steps
         total["samples"] += steps * settings.batch_global
         news.update(sums)
-        if opponent == LEAGUE:
-            league.note(sums)
         finished = total["episodes"] >= settings.episodes
         stop = finished or stopping.now()
         bar.update(sums["episodes"])
@@ -202,7 +196,6 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: ddpkit.Sto
         if is_due(settings.eval_interval, episode, total, finished):
             results = evaluate(agent, settings, job)
             report_evaluation(writer, total, results)
-            league.add(agent.actor)
             surely = mean([result.win_rate - result.standard_error for result in results.values()])
             if surely > best:
                 best = surely
@@ -216,7 +209,6 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: ddpkit.Sto
                 **agent.parts(),
                 total=dict(total),
                 best=best,
-                league=league.state_dict(),
                 ranks=settings.world_size,
             )
     bar.close()
@@ -243,7 +235,7 @@ def warm_up() -> None:
     agent = DDPG(torch.device("cpu"), hidden=4, a_lr=1.0, c_lr=1.0, gamma=1.0, tau=1.0)
     collector = Collector(range(2), 2, 0, episode_length=9, transitions=60)
     for player in opponents.OPPONENTS:
-        collector.play(agent.actor, [opponents.get(player)], np.ones(1), 0.5)
+        collector.play(agent.actor, [opponents.get(player)], 0.5)
     collector.replay.sample(2, np.random.default_rng(0), torch.device("cpu"))
 
 

@@ -112,17 +112,7 @@ def load_network(kind: type[nn.Module], path: Path, hidden: int | None = None) -
 
 
 class DDPG:
-    """Hold actor, critic, their targets and their optimiser, alike on every rank.
-
-    Args:
-        device: Where they are.
-        hidden: Width of the networks.
-        a_lr: Learning rate of the actor.
-        c_lr: Learning rate of the critic.
-        gamma: Discount per step.
-        tau: Part of the way to the networks that the targets go in each step.
-        bfloat16: Compute the second layer of each network in bfloat16.
-    """
+    """Hold actor, critic, their targets and their optimiser, alike on every rank; arguments as the trainer's flags."""
 
     def __init__(
         self,

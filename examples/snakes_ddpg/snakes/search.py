@@ -183,27 +183,20 @@ def escape(boards, team, steps):
     It looks for a way along which every cell is free by then: all bodies, its own too, leave theirs
     from the tail on. The cells beside another head are not free: it may be there first.
     """
-    leaves = np.zeros(CELLS, np.int64)
+    leaves = np.zeros(CELLS, np.int64)  # the step in which each cell is free again
     for b in range(len(steps)):
         for k in range(3):
-            _fill_leaves(boards, b, 3 * team + k, leaves)
+            leaves[:] = 0
+            for s in range(SNAKES):
+                length = np.int64(boards.lengths[b, s])
+                for i in range(length):
+                    cell = segment(boards, b, s, i)
+                    leaves[cell] = max(leaves[cell], length - i)
+                if s == 3 * team + k or length == 0:
+                    continue
+                for cell in NEXT[segment(boards, b, s, 0)]:
+                    leaves[cell] = max(leaves[cell], LIMIT)
             steps[b, k] = _escape(boards, b, 3 * team + k, leaves)
-
-
-@njit(cache=True)
-def _fill_leaves(boards, b, s, leaves):
-    """Fill the step in which each cell is free again, at the end of which the head of snake `s` may enter it."""
-    leaves[:] = 0
-    for other in range(SNAKES):
-        length = np.int64(boards.lengths[b, other])
-        for i in range(length):
-            cell = segment(boards, b, other, i)
-            leaves[cell] = max(leaves[cell], length - i)
-        if other == s or length == 0:
-            continue
-        for direction in range(4):
-            cell = NEXT[segment(boards, b, other, 0), direction]
-            leaves[cell] = max(leaves[cell], LIMIT)
 
 
 @njit(cache=True)

@@ -14,13 +14,13 @@ from typing import Any, NoReturn
 
 from shared.program import Parser, UserError
 from snakes import runs
-from snakes.opponents import LEVELS, OPPONENTS
+from snakes.opponents import LADDER, LEVELS, OPPONENTS
 
 from ddpkit import ScalePlan
 
 ROUND = 50  # steps of all boards from one look at the global counters to the next
 BATCH_SIZE = 6144  # rows per optimiser step, global, if no flag says otherwise
-LEAGUE = "league"  # the opponents of the strategy of that name
+MIXED = "mixed"  # the strategy of meeting all of the ladder
 EVASIVE = "evasive"  # the opponent's name
 
 # difficulty, to be rounded down, by the part of the run that is over
@@ -131,11 +131,11 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--epsilon_speed", type=share, default=0.999999, help="factor of epsilon per environment step, global")
     add("--epsilon_min", type=share, default=0.02, help="what epsilon does not fall below")
     text = (
-        f"{LEAGUE}: the ladder and past selves, each as often as it wins; {', '.join(LADDERS)}: how one opponent's "
-        "difficulty grows from 0 to 4"
+        f"{MIXED}: {', '.join(LADDER)}, each on as many boards; {', '.join(LADDERS)}: how one opponent's difficulty "
+        "grows from 0 to 4"
     )
     name = "--opponent_difficulty_strategy"
-    either(name, action=_Either, const="opponent", choices=(LEAGUE, *LADDERS), default=LEAGUE, help=text)
+    either(name, action=_Either, const="opponent", choices=(MIXED, *LADDERS), default=MIXED, help=text)
     text = "instead: a player, or a difficulty, to be met all the time"
     players = (*OPPONENTS, *map(str, range(len(LEVELS))))
     either("--opponent", action=_Either, const=name.removeprefix("--"), choices=players, help=text)
@@ -147,7 +147,7 @@ def _make_parser() -> argparse.ArgumentParser:
     text = "episodes between checkpoints, global, or per rank with --max_episodes"
     add("--save_interval", type=count, default=1000, help=text)
     add("--log_interval", type=count, default=500, help="episodes, global, between reports")
-    text = "episodes, global, between evaluations; after each the agent joins the league as it is"
+    text = "episodes, global, between evaluations"
     add("--eval_interval", type=count, default=5000, help=text)
     text = "games of an evaluation with each of the ladder, global, on both sides in turn"
     add("--eval_games", type=count, default=100, help=text)
@@ -257,8 +257,8 @@ def opponent_at(settings: argparse.Namespace, episode: int) -> str | int:
         return EVASIVE
     if settings.opponent is not None:
         return settings.opponent
-    if settings.opponent_difficulty_strategy == LEAGUE:
-        return LEAGUE
+    if settings.opponent_difficulty_strategy == MIXED:
+        return MIXED
     grown = LADDERS[settings.opponent_difficulty_strategy](episode / settings.episodes)
     return min(len(LEVELS) - 1, int(grown))
 
