@@ -72,15 +72,10 @@ def packed(network: torch.nn.Module) -> str:
 
 
 def observations(game: Game, b: int, before: np.ndarray | None) -> list[dict[Any, Any]]:
-    """Make what the platform tells each snake of a board, with its keys and types.
+    """Make what the platform tells each snake of board `b`, with its keys and types.
 
-    As there, the coordinates of beans are NumPy's integers and those of snakes Python's, and all
-    six are handed the same lists.
-
-    Args:
-        game: Of which board number `b` is told.
-        before: The headings a step ago, which is what the platform calls the last directions; None
-            after a reset.
+    As there, the coordinates of beans are NumPy's integers and those of snakes Python's, all six
+    are handed the same lists, and the last directions are the headings of the step `before`.
     """
     beans = game.boards.beans[b][game.boards.beans[b] != NONE].astype(np.int64)
     told: dict[Any, Any] = {1: [[cell // COLUMNS, cell % COLUMNS] for cell in beans]}

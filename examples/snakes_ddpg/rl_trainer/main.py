@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared.program import one_message, user_error
 from snakes import opponents, runs
 from snakes.collector import Collector
-from snakes.ddpg import DDPG, Actor, Critic, computes_in_bfloat16, load_network
+from snakes.ddpg import DDPG, Actor, Critic, load_network
 from snakes.evaluation import Result, play_games
 from snakes.search import Policy
 from snakes.settings import (
@@ -84,8 +84,8 @@ def prepare(settings: argparse.Namespace, world_size: int) -> argparse.Namespace
     runs.save_json(folder / "config.json", vars(settings))
     if settings.enable_opponent_evasion and settings.evasion_start > settings.episodes:
         log.warning(
-            f"warning: the evasive opponent is never met: it comes with episode {settings.evasion_start:,}, the run ends "
-            f"with {settings.episodes:,}; pass a part of the run, as in --opponent_evasion_start_episode 0.8"
+            f"warning: the evasive opponent is never met: it comes with episode {settings.evasion_start:,}, the run "
+            f"ends with {settings.episodes:,}; pass a part of the run, as in --opponent_evasion_start_episode 0.8"
         )
     return settings
 
@@ -120,7 +120,6 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: ddpkit.Sto
         c_lr=settings.critic_lr,
         gamma=settings.gamma,
         tau=settings.tau,
-        bfloat16=job.device.type == "cpu" and computes_in_bfloat16(),
     )
     checkpoints = ddpkit.Checkpointer(settings.folder / "checkpoints", keep=2)
     total = Counter(dict.fromkeys(COUNTERS, 0))

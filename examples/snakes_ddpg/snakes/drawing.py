@@ -38,14 +38,9 @@ def snap(game: Game, b: int = 0) -> Frame:
 
 
 def render(frame: Frame, names: Sequence[str] = ("A", "B"), *, colours: bool = False) -> str:
-    """Render a frame as 13 lines of text, two columns to a cell.
+    """Render a frame as 13 lines of text, two columns to a cell; `colours` are a terminal's 256.
 
     Snakes are the digits 1 to 6, a head has an arrow along its heading, and a bean is `()`.
-
-    Args:
-        frame: The moment to show.
-        names: Of team A and team B.
-        colours: Use the terminal's 256 colours.
     """
     text = [" ."] * CELLS
     for cell in frame.beans:

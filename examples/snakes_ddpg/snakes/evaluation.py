@@ -10,8 +10,6 @@ import numpy as np
 from .game import SNAKES, Game
 from .opponents import Player
 
-BOARDS = 256  # games played side by side
-
 
 @dataclass(frozen=True)
 class Result:
@@ -60,23 +58,15 @@ def play_games(player: Player, other: Player, games: int, *, seed: int = 0, firs
     """Play whole games of 200 steps; the larger score at the end wins.
 
     Games 2k and 2k + 1 begin alike, with `player` as team A in the one and as team B in the other.
-    A game depends on the seed and its number alone: games 0 to 99 on one rank and 100 to 199 on
-    another add up to 200 on one.
-
-    Args:
-        player: The first player, whose wins the result counts.
-        other: Whom it meets.
-        games: Number of games.
-        seed: Of all games.
-        first: Number of the first game.
+    A game depends on the seed and its number alone: games 0 to 99 on one rank and 100 to 199, of
+    which 100 is the `first`, on another add up to 200 on one.
     """
     end = first + games
     sides = range((first + 1) // 2, (end + 1) // 2), range(first // 2, end // 2)
     result = Result()
     for side, numbers in enumerate(sides):
-        for begin in numbers[::BOARDS]:
-            count = min(BOARDS, numbers.stop - begin)
-            result += _play(player, other, side, Game(count, seed, first=begin))
+        if numbers:
+            result += _play(player, other, side, Game(len(numbers), seed, first=numbers.start))
     return result
 
 

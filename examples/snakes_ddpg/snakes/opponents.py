@@ -182,7 +182,7 @@ def _fill_busy(boards, b, busy):
 
 @njit(cache=True)
 def _flood(queue, known, step, enough, busy, rivals, steps):
-    """Spread breadth first from the first `known` cells of a queue, reached in a step, over cells that are free in time.
+    """Spread breadth first from the `known` cells of a queue, reached in a step, over cells that are free in time.
 
     Stay off the cells that rivals reach as early. Fill the step in which each cell is reached, NEVER if it is not;
     return how many are reached, which need not be more than `enough`.

@@ -64,7 +64,7 @@ def new_run(root: Path = ROOT) -> Path:
 
 
 def _claim(claim: Path) -> bool:
-    """Claim a number by a folder of this name, as the runs' names hold a time, too; return if nobody has it."""
+    """Claim a number by making a folder, as the runs' own names hold a time; return False if another has it."""
     try:
         claim.mkdir(parents=True)
         return True
@@ -73,18 +73,10 @@ def _claim(claim: Path) -> bool:
 
 
 def find_run(run: int | str, root: Path = ROOT, holding: str = "") -> Path:
-    """Find the folder of a run.
+    """Find the folder of a run, by its number, as "3" or "run3", as "latest", by its path, or by its name in `root`.
 
-    Args:
-        run: Its number, also as "3" or "run3"; "latest"; or a folder, by its path or its name in
-            `root`.
-        root: Folder of the runs.
-        holding: Pattern of a file that the latest one must hold: a run may have ended before it had
-            saved anything.
-
-    Raises:
-        FileNotFoundError: If there is none; the message names what was looked for and the runs that
-            exist.
+    The latest one must hold a file of a pattern: a run may have ended before it saved anything.
+    Raise a FileNotFoundError, which names the runs that exist, if there is none.
     """
     found = list_runs(root)
     if match := re.fullmatch(r"(?:run)?(\d+)", str(run)):
@@ -103,16 +95,9 @@ def find_run(run: int | str, root: Path = ROOT, holding: str = "") -> Path:
 
 
 def find_model(run: int | str, name: int | str | None = None, root: Path = ROOT) -> Path:
-    """Find the file of a run's actor.
+    """Find the file of a run's actor, by its episode, "best" or "refined"; else the best if there is one, or the last.
 
-    Args:
-        run: See `find_run()`.
-        name: The episode after which it was saved, "best" or "refined"; None: the best by
-            evaluation if there is one, else the last.
-        root: Folder of the runs.
-
-    Raises:
-        FileNotFoundError: If there is no such run or model; the message lists those that exist.
+    Raise a FileNotFoundError, which lists the runs or episodes that exist, if there is none.
     """
     folder = find_run(run, root, ACTORS)
     found = list_models(folder)
@@ -125,15 +110,9 @@ def find_model(run: int | str, name: int | str | None = None, root: Path = ROOT)
 
 
 def parse(text: str, root: Path = ROOT) -> Path:
-    """Find the file of the actor that a user means.
+    """Find the actor that a user means by "run3:2000", "run3:best", "run3:refined", "run3", "latest", a folder, a file.
 
-    Args:
-        text: "run3:2000", "run3:best", "run3:refined", "run3", "3", "latest", a folder or a file. A run alone means
-            the model that was refined, unless a better one was saved since; else the best, else the last.
-        root: Folder of the runs.
-
-    Raises:
-        FileNotFoundError: If there is none; the message lists the runs or episodes that exist.
+    A run alone means the model that was refined, unless a better one was saved since; else the best, or the last.
     """
     if text.endswith(".pth"):
         if Path(text).is_file():

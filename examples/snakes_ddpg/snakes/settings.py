@@ -63,15 +63,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def read_settings(argv: Sequence[str] | None = None, saved: Mapping[str, Any] | None = None) -> argparse.Namespace:
-    """Read the command line.
+    """Read the command line; raise a UserError if it is wrong.
 
-    Args:
-        argv: The arguments; those of the program by default.
-        saved: The settings of a run to go on with, in place of the defaults. A preset on the
-            command line is stronger than they are, a flag stronger than a preset.
-
-    Raises:
-        UserError: If it is wrong.
+    The `saved` settings of a run to go on with take the place of the defaults. A preset on the
+    command line is stronger than they are, a flag stronger than a preset.
     """
     parser = _make_parser()
     given = parser.parse_args(argv)
@@ -203,17 +198,10 @@ def _episode_or_part(text: str) -> int | float:
 
 
 def resolve(settings: argparse.Namespace, world_size: int) -> argparse.Namespace:
-    """Add what depends on the number of ranks.
+    """Return the settings with what depends on the number of ranks; raise if the global batch does not divide by them.
 
-    Returns:
-        A copy of the settings with `world_size`; `episodes` (global); `boards_global` and
-        `boards_per_rank`; `batch_global` and `batch_per_rank` (rows per optimiser step); `actor_lr`
-        and `critic_lr`, scaled; `counted_by`, the global episodes to one that the flags count: the
-        ranks if `--max_episodes` told the run's length, also after it went on with other ranks,
-        else 1; `evasion_start` (episode, global); and `save_every` (episodes, global).
-
-    Raises:
-        ValueError: If the global batch does not divide by the ranks.
+    `counted_by` are the global episodes to one that the flags count: the ranks if `--max_episodes`
+    told the run's length, also after it went on with other ranks, else 1.
     """
     size = settings.batch_size
     keep = "per_rank"
@@ -225,20 +213,19 @@ def resolve(settings: argparse.Namespace, world_size: int) -> argparse.Namespace
     episodes = settings.total_episodes or settings.max_episodes * world_size
     counted_by = world_size if settings.max_episodes else getattr(settings, "counted_by", 1)
     start = settings.opponent_evasion_start_episode
-    evasion_start = round(start * episodes) if isinstance(start, float) else start * counted_by
     boards = _round_up(settings.boards, world_size)
     added = {
         "world_size": world_size,
-        "episodes": episodes,
+        "episodes": episodes,  # global
         "boards_global": boards,
         "boards_per_rank": boards // world_size,
-        "batch_global": actor.global_batch_size,
+        "batch_global": actor.global_batch_size,  # rows per optimiser step
         "batch_per_rank": actor.per_rank_batch_size,
-        "actor_lr": actor.lr,
+        "actor_lr": actor.lr,  # scaled
         "critic_lr": critic.lr,
         "counted_by": counted_by,
-        "evasion_start": evasion_start,
-        "save_every": settings.save_interval * counted_by,
+        "evasion_start": round(start * episodes) if isinstance(start, float) else start * counted_by,
+        "save_every": settings.save_interval * counted_by,  # episodes, global
     }
     return argparse.Namespace(**vars(settings) | added)
 
