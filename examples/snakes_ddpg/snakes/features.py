@@ -95,13 +95,9 @@ def count(word):
 def _miss(cells, goals, distance):
     """Add one to the distances (n,) of sets (5, n) that have not reached a goal."""
     for b in range(cells.shape[1]):
-        hit = (
-            (cells[0, b] & goals[0, b])
-            | (cells[1, b] & goals[1, b])
-            | (cells[2, b] & goals[2, b])
-            | (cells[3, b] & goals[3, b])
-            | (cells[4, b] & goals[4, b])
-        )
+        hit = np.uint64(0)
+        for w in range(WORDS):
+            hit |= cells[w, b] & goals[w, b]
         distance[b] += np.uint64(hit == np.uint64(0))
 
 
