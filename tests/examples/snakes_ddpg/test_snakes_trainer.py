@@ -381,7 +381,7 @@ def test_when_a_rank_is_killed_the_others_end_at_once_and_say_which(tmp_path: Pa
 
 
 def test_it_learns_to_beat_the_greedy_player_in_seconds(tmp_path: Path) -> None:
-    flags = "--boards 64 --hidden 64 --batch_size 256 --total_episodes 200 --eval_games 40"
+    flags = "--boards 64 --hidden 64 --batch_size 512 --gamma 0.9 --total_episodes 400 --eval_games 40"
     flags += f" --opponent greedy --runs_folder {tmp_path}"
     finished(launch(1, train, "main.py", flags))
     (folder,) = list_runs(tmp_path).values()
