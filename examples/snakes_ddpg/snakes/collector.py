@@ -12,7 +12,7 @@ from numba import njit
 from torch import nn
 
 from .features import DIRECTION, FEATURES, WAYS, observe
-from .game import SNAKES, START_LENGTH, Boards, Game, draw
+from .game import SNAKES, START_LENGTH, Game, draw
 from .opponents import Player
 
 TEAM = 0  # the side that learns; what it sees does not depend on the side
@@ -90,7 +90,7 @@ class Collector:
 
     def _ask(self, player: Player, which: np.ndarray) -> None:
         """Have a player move team B on some of the boards, by their places."""
-        boards = Boards(*(array[which] for array in self.game.boards))
+        boards = self.game.boards.pick(which)
         actions = np.empty((len(which), SNAKES), np.uint8)
         player(boards, 1 - TEAM, actions)
         self._actions[which, 3:] = actions[:, 3:]

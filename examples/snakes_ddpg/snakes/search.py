@@ -92,7 +92,7 @@ class Search(Policy):
         others = ways[b]
         others[:, s] = way
         values = np.full(tried.shape, -np.inf)
-        values[b, way] = self.value(_pick(boards, b), s, others, ranks[b])
+        values[b, way] = self.value(boards.pick(b), s, others, ranks[b])
         values[every, preferred] += MARGIN
         return values.argmax(1)
 
@@ -107,12 +107,12 @@ class Search(Policy):
             for place, doubt in enumerate(DOUBT, start=1):
                 other = ways[near]
                 other[:, rival] = ranks[near, rival, place]
-                value[near] += doubt * (self.play_on(_pick(boards, near), team, other) - surely[near])
+                value[near] += doubt * (self.play_on(boards.pick(near), team, other) - surely[near])
         return value
 
     def play_on(self, boards: Boards, team: int, ways: np.ndarray) -> np.ndarray:
         """Value the boards for a team if all snakes go these ways, (n, 6), and then as the actor prefers: (n,)."""
-        boards = Boards(*(array.copy() for array in boards))
+        boards = boards.pick(np.arange(len(ways)))
         rewards = np.zeros((len(ways), SNAKES), np.int16)
         died = np.zeros((len(ways), SNAKES), np.bool_)
         total = np.zeros(len(ways))
@@ -143,11 +143,6 @@ def _rank(preferences: torch.Tensor) -> np.ndarray:
 def expect(critic: Critic, chances: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
     """Find what a critic expects of teams that go their ways with these probabilities, which are the actor's: (n,)."""
     return (chances * critic(seen)).sum(-1).mean(-1)
-
-
-def _pick(boards: Boards, which: np.ndarray) -> Boards:
-    """Copy some of the boards, by their numbers or a mask."""
-    return Boards(*(array[which] for array in boards))
 
 
 def _trapped(boards: Boards, team: int) -> np.ndarray:
