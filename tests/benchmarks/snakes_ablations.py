@@ -22,23 +22,18 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "snakes_ddpg"
-sys.path[:0] = [str(EXAMPLE), str(EXAMPLE.parent), str(Path(__file__).parent)]
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "snakes_ddpg"))
 
 from snakes import runs
 from snakes.collector import Collector
-from snakes.evaluation import League, play_games
+from snakes.evaluation import play_games
 from snakes.opponents import OPPONENTS
 from snakes.search import load_player
 from snakes_strangers import voronoi
 
+PROGRAM = Path(runs.__file__).parents[1] / "rl_trainer" / "main.py"
 JUDGES = {name: OPPONENTS[name] for name in ("greedy", "foresighted", "territory")} | {"voronoi": voronoi}
 GAMES_SEED = 12345  # neither that of training nor that of its evaluations
-
-
-def draw_the_ladder_alike() -> None:
-    League.add = lambda league, actor: None
-    League.shares = lambda league: np.ones(len(league.players)) / len(league.players)
 
 
 def clip_nothing() -> None:
@@ -60,8 +55,7 @@ def start_together() -> None:
 ABLATIONS: dict[str, str | Callable[[], None]] = {
     "as it is": "",
     "no target networks": "--tau 1",
-    "the ladder drawn alike, no past selves": draw_the_ladder_alike,
-    "territory as the only opponent": "--opponent_difficulty_strategy fixed --opponent territory",
+    "territory as the only opponent": "--opponent territory",
     "no random moves but the actor's": "--epsilon 0",
     "gradients not clipped": clip_nothing,
     "all boards start together": start_together,
@@ -82,7 +76,7 @@ def train(task: tuple[str, int, argparse.Namespace]) -> list[float]:
         sys.argv = ["main.py", f"--seed={seed}", f"--runs_folder={folder}", f"--total_episodes={args.episodes}"]
         sys.argv += [f"--eval_interval={args.episodes // 4}", *flags]
         try:
-            runpy.run_path(str(EXAMPLE / "rl_trainer" / "main.py"), run_name="__main__")
+            runpy.run_path(str(PROGRAM), run_name="__main__")
         except SystemExit as end:
             if end.code:
                 raise RuntimeError(f"{name}, seed {seed}: the trainer ended with status {end.code}") from end
