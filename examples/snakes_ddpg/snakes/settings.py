@@ -232,10 +232,16 @@ def resolve(settings: argparse.Namespace, world_size: int) -> argparse.Namespace
 
 def go_on(saved: Mapping[str, Any], world_size: int) -> dict[str, Any]:
     """Put the settings of a run in terms of all ranks, so that they mean the same on another number of them."""
-    rates = {"a_lr": saved["actor_lr"], "c_lr": saved["critic_lr"], "lr_scaling": "none"}
-    lengths = {"total_episodes": saved["episodes"], "max_episodes": None}
-    batch = {"global_batch_size": _round_up(saved["batch_global"], world_size), "batch_size": None}
-    return {**saved, **lengths, **rates, **batch}
+    return {
+        **saved,
+        "total_episodes": saved["episodes"],
+        "max_episodes": None,
+        "global_batch_size": _round_up(saved["batch_global"], world_size),
+        "batch_size": None,
+        "a_lr": saved["actor_lr"],
+        "c_lr": saved["critic_lr"],
+        "lr_scaling": "none",
+    }
 
 
 def opponent_at(settings: argparse.Namespace, episode: int) -> str | int:
