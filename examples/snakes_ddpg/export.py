@@ -21,7 +21,6 @@ import runpy
 import sys
 import textwrap
 import time
-from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -73,15 +72,10 @@ def packed(network: torch.nn.Module) -> str:
 
 
 def observations(game: Game, b: int, before: np.ndarray | None) -> list[dict[Any, Any]]:
-    """Make what the platform tells each snake of a board, with its keys and types.
+    """Make what the platform tells each snake of board `b`, with its keys and types.
 
-    As there, the coordinates of beans are NumPy's integers and those of snakes Python's, and all
-    six are handed the same lists.
-
-    Args:
-        game: Of which board number `b` is told.
-        before: The headings a step ago, which is what the platform calls the last directions; None
-            after a reset.
+    As there, the coordinates of beans are NumPy's integers and those of snakes Python's, all six
+    are handed the same lists, and the last directions are the headings of the step `before`.
     """
     beans = game.boards.beans[b][game.boards.beans[b] != NONE].astype(np.int64)
     told: dict[Any, Any] = {1: [[cell // COLUMNS, cell % COLUMNS] for cell in beans]}
@@ -116,34 +110,20 @@ def check(path: Path, policy: Policy) -> tuple[int, float]:
             told = observations(game, 0, before)
             for s in range(3 * team, 3 * team + 3):
                 start = time.perf_counter()
-                actions[0, s] = ask(submission, told[s])
+                actions[0, s] = submission["my_controller"](told[s], None, False)[0].index(1)
                 slowest = max(slowest, time.perf_counter() - start)
                 moves += 1
                 differ += int(actions[0, s] != wanted[0, s])
-            for key in range(1, 2 + SNAKES):
-                told[0][key].clear()  # as the platform's next step changes the lists that it has handed over
             before = game.boards.headings[0].copy()
             game.step(actions)
+    for function, error in submission["failures"].items():  # after which a match goes on with the next best player
+        raise ValueError(f"{function}() of the submission raised {type(error).__name__}: {error}") from error
     if differ > moves / 300:  # a heading that cannot be known, or two ways that are equally good but for rounding
         raise ValueError(
             f"{differ} of {moves} moves of the submission are not the model's; "
             f"{TEMPLATE.name} has to compute what features.py and search.py do"
         )
     return moves, slowest
-
-
-def ask(submission: dict[str, Any], observation: dict[Any, Any]) -> int:
-    """Ask a submission for a direction, as the platform does.
-
-    Raises:
-        ValueError: If anything raises inside it, where a match would go on with the next best
-            player.
-    """
-    with redirect_stderr(None):  # the error below says it
-        move = submission["my_controller"](observation, None, False)
-    for function, error in submission["failures"].items():
-        raise ValueError(f"{function}() of the submission raised {type(error).__name__}: {error}") from error
-    return move[0].index(1)
 
 
 @user_error("cannot export", OSError, ValueError)

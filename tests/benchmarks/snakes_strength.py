@@ -1,6 +1,6 @@
 """How strong the snakes trainer's agents become: trains with several seeds, then lets each best model play.
 
-    python tests/benchmarks/snakes_strength.py --seeds 1 2 3 --curve curve.png -- --total_episodes 20000
+    python tests/benchmarks/snakes_strength.py --seeds 1 2 3 -- --total_episodes 20000
 
 What follows `--` goes to the trainer. Prints a Markdown table: for each training seed the seconds that training took,
 and the win rates of its best model in games that it was not chosen by, on both sides, against every scripted player and
@@ -16,8 +16,6 @@ import sys
 import time
 from pathlib import Path
 
-import matplotlib.pyplot as plt
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "snakes_ddpg"))
@@ -51,19 +49,6 @@ def judge(name: str, model: Path, depth: int, games: int) -> None:
     print(f"| {name} | {rates} |", flush=True)
 
 
-def draw_curve(found: dict[int, Path], path: Path) -> None:
-    """Mean win rate over the evaluation's opponents during training, without search, a line for each seed."""
-    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
-    for seed, run in found.items():
-        events = EventAccumulator(str(run)).Reload().Scalars("evaluation/win_rate")
-        axes.plot([event.step for event in events], [event.value for event in events], marker=".", label=f"seed {seed}")
-    axes.set(xlabel="episodes, of all ranks", ylabel="mean win rate over the ladder, without search", ylim=(0, 1))
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -71,18 +56,16 @@ def main() -> None:
     add("--ranks", type=int, default=2, help="processes")
     add("--games", type=int, default=400, help="per opponent, half of them on either side")
     add("--runs_folder", type=Path, default=runs.ROOT, help="where the runs' folders are")
-    add("--curve", type=Path, metavar="FILE", help="PNG of the win rates during training")
     add("--refine", action="store_true", help="also refine each model, and let it play again")
     add("flags", nargs="*", help="of the trainer, after --")
     args = parser.parse_args()
 
     print(f"| seed | {' | '.join(JUDGES)} |\n|{' --- |' * (1 + len(JUDGES))}")
-    found = {}
     for seed in tqdm(args.seeds, unit="seed", disable=None):
         seconds = run(args.ranks, "main_ddp.py", f"--seed={seed}", f"--runs_folder={args.runs_folder}", *args.flags)
-        found[seed] = runs.find_run("latest", args.runs_folder)
-        total = json.loads((found[seed] / "summary.json").read_text())["total"]
-        model = runs.find_model(found[seed].name, root=args.runs_folder)
+        folder = runs.find_run("latest", args.runs_folder)
+        total = json.loads((folder / "summary.json").read_text())["total"]
+        model = runs.find_model(folder)
         judge(f"{seed}, without search", model, 0, args.games)
         judge(f"{seed}, {seconds:.0f} s, {total['episodes']} episodes", model, DEPTH, args.games)
         if args.refine:
@@ -90,8 +73,6 @@ def main() -> None:
             refined = model.with_name("actor_refined.pth")
             judge(f"{seed}, refined, without search", refined, 0, args.games)
             judge(f"{seed}, refined in {seconds:.0f} s", refined, DEPTH, args.games)
-    if args.curve:
-        draw_curve(found, args.curve)
 
 
 if __name__ == "__main__":

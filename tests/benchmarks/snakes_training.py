@@ -1,4 +1,4 @@
-"""How fast the snakes trainer trains, where its time goes and what more ranks bring, by short runs of the real program.
+"""How fast the snakes trainer trains and what more ranks bring, by short runs of the real program.
 
 Runs on different numbers of ranks take turns, so that all see the same others on the machine. Every rank has one thread
 and the same number of boards and rows per step, whatever their number; logging and evaluation are on, as often as by
@@ -23,7 +23,6 @@ from pathlib import Path
 EXAMPLE = Path(__file__).parents[2] / "examples" / "snakes_ddpg"
 PUBLIC = 0.64  # episodes/s of the public trainer, on one core
 STEPS = 200  # of an episode
-PARTS = ("play", "sample", "update", "exchange", "evaluate", "save")
 
 
 def start(ranks: int, args: argparse.Namespace, folder: str) -> subprocess.Popen:
@@ -33,6 +32,7 @@ def start(ranks: int, args: argparse.Namespace, folder: str) -> subprocess.Popen
     command += [f"--boards={args.boards * ranks}", f"--batch_size={args.batch_size}"]
     command += [f"--total_episodes={args.episodes * ranks}"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env |= {"MALLOC_TRIM_THRESHOLD_": "1073741824", "MALLOC_MMAP_THRESHOLD_": "33554432"}  # as train_ddp.sh does
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -61,7 +61,6 @@ def row(name: str, runs: list[list[dict]], base: list[list[dict]]) -> list[str]:
     episodes, samples = (statistics.median(values) for values in zip(*map(speeds, runs), strict=True))
     speed_up = statistics.median(speeds(run)[1] / speeds(first)[1] for run, first in zip(runs, base, strict=True))
     memory = statistics.median(max(max(one["memory_mib_by_rank"]) for one in run) for run in runs)
-    shares = [statistics.median(one["share_of_time"][part] for run in runs for one in run) for part in PARTS]
     return [
         name,
         f"{episodes:.0f}",
@@ -69,7 +68,6 @@ def row(name: str, runs: list[list[dict]], base: list[list[dict]]) -> list[str]:
         f"{samples:,.0f}",
         f"{speed_up:.2f}",
         f"{memory:.0f}",
-        *(f"{share:.1%}" for share in shares),
     ]
 
 
@@ -92,7 +90,7 @@ def main() -> None:
             news = f"ranks {name}: {episodes:.1f} episodes/s, {samples:,.0f} samples/s"
             print(f"round {number + 1} of {args.rounds}, {news}", file=sys.stderr, flush=True)
     first = next(iter(results))
-    heads = ["ranks", "episodes/s", f"× {PUBLIC}/s", "samples/s", f"× {first} rank", "MiB per rank", *PARTS]
+    heads = ["ranks", "episodes/s", f"× {PUBLIC}/s", "samples/s", f"× {first} rank", "MiB per rank"]
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for name, runs in results.items():
         print(f"| {' | '.join(row(name, runs, results[first]))} |")

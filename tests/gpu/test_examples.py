@@ -55,7 +55,7 @@ def test_the_gpt_is_trained_in_parts_and_resumed_whole(nprocs: int, device: str,
 @pytest.mark.needs(*SNAKES)
 @pytest.mark.parametrize("nprocs", [0, 1, ON_ALL])
 def test_the_snakes_are_trained(nprocs: int, device: str, tmp_path: Path) -> None:
-    flags = "--boards 8 --hidden 16 --batch_size 32 --updates 1 --episode_length 20 --total_episodes 24"
+    flags = "--boards 8 --hidden 16 --batch_size 32 --episode_length 20 --total_episodes 24"
     flags += f" --eval_games 4 --log_interval 12 --save_interval 24 --eval_interval 24 --runs_folder {tmp_path}"
     command = [*start_with(nprocs), "rl_trainer/main_ddp.py", *flags.split()]
     output = run(command, timeout=150.0, folder=EXAMPLES / "snakes_ddpg")

@@ -18,16 +18,14 @@ the boards later.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import dataclasses
 import logging
 import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from statistics import mean
 
 import numpy as np
 import torch
@@ -40,19 +38,17 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared.program import one_message, user_error
 from snakes import opponents, runs
 from snakes.collector import Collector
-from snakes.ddpg import DDPG, Actor, Critic, computes_in_bfloat16, load_network
-from snakes.evaluation import League, Result, play_games
+from snakes.ddpg import DDPG, Actor, Critic, load_network
+from snakes.evaluation import Result, play_games
 from snakes.search import Policy
 from snakes.settings import (
-    LEAGUE,
+    MIXED,
     ROUND,
-    cautions,
     describe,
     epsilon_at,
     go_on,
     model_name,
     opponent_at,
-    rates_at,
     read_settings,
     resolve,
 )
@@ -61,7 +57,6 @@ import ddpkit
 
 log = logging.getLogger("snakes")
 EVALUATION_SEED = 2**31  # evaluations play games of their own, the same ones each time
-SELVES = 4  # past selves in the league
 COUNTERS = ("episodes", "environment_steps", "optimiser_steps", "samples")
 
 
@@ -87,16 +82,24 @@ def prepare(settings: argparse.Namespace, world_size: int) -> argparse.Namespace
         folder = runs.new_run(settings.runs_folder)
     settings.folder = folder
     runs.save_json(folder / "config.json", vars(settings))
+    if settings.enable_opponent_evasion and settings.evasion_start > settings.episodes:
+        log.warning(
+            f"warning: the evasive opponent is never met: it comes with episode {settings.evasion_start:,}, the run "
+            f"ends with {settings.episodes:,}; pass a part of the run, as in --opponent_evasion_start_episode 0.8"
+        )
     return settings
 
 
 def find_weights(settings: argparse.Namespace) -> list[Path]:
     """Find the files of the actor and the critic to begin with; raise a ValueError if they do not fit."""
-    run = settings.load_model_run or "latest"
+    folder = runs.find_run(settings.load_model_run or "latest", settings.runs_folder, runs.ACTORS)
     episode = settings.load_model_run_episode
-    actor = runs.find_model(run, episode, settings.runs_folder, or_before=True)
-    if episode and actor.stem != f"actor_{episode}":
-        log.warning("warning: there is no actor_%d.pth, the last one before it is %s", episode, actor)
+    if episode:
+        saved = [name for name in runs.list_models(folder) if name != "best" and name <= episode]
+        if saved and saved[-1] != episode:
+            log.warning(f"warning: there is no model of episode {episode}, the last one before it is {saved[-1]}")
+            episode = saved[-1]
+    actor = runs.find_model(folder, episode)
     critic = runs.critic_of(actor)
     load_network(Actor, actor, settings.hidden)
     load_network(Critic, critic, settings.hidden)
@@ -107,28 +110,31 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: ddpkit.Sto
     """Train until the run's end, or a signal. Collective."""
     settings = ddpkit.run_on_main(prepare, settings, job.world_size)
     log.info("\n%s\n\nwriting to %s\n", describe(settings), settings.folder)
-    if ddpkit.is_main_process():
-        for caution in cautions(settings):
-            log.warning("warning: %s", caution)
-    keep_freed_memory()
-    clock = Clock("play", "sample", "update", "exchange", "evaluate", "save")
 
     # The agent, and how far it has come: counts over all ranks; its standing when it was best
     ddpkit.seed_everything(settings.seed)
-    rates = {"a_lr": settings.actor_lr, "c_lr": settings.critic_lr}
-    bfloat16 = settings.precision == "bfloat16"
-    if settings.precision == "auto":
-        bfloat16 = job.device.type == "cpu" and computes_in_bfloat16()
-    agent = DDPG(job.device, hidden=settings.hidden, **rates, tau=settings.tau, bfloat16=bfloat16)
-    league = League(opponents.LADDER, selves=SELVES)
+    agent = DDPG(
+        job.device,
+        hidden=settings.hidden,
+        a_lr=settings.actor_lr,
+        c_lr=settings.critic_lr,
+        gamma=settings.gamma,
+        tau=settings.tau,
+    )
     checkpoints = ddpkit.Checkpointer(settings.folder / "checkpoints", keep=2)
     total = Counter(dict.fromkeys(COUNTERS, 0))
-    best = (-1.0, 0.0)
+    best = -1.0
     if settings.resume:
-        total, best = resume(agent, league, checkpoints, settings)
+        saved = checkpoints.load_latest(**agent.parts())
+        total = Counter(saved["total"])
+        best = saved["best"]
+        ranks = f"saved by {saved['ranks']} rank(s) and now on {settings.world_size}"
+        log.info("resumed after episode %d, %s; boards and replay begin empty", total["episodes"], ranks)
     elif settings.load_model:
         agent.load(*settings.models)
         log.info("begins with %s and its critic", settings.models[0])
+    for group, rate in zip(agent.optimizer.param_groups, (settings.actor_lr, settings.critic_lr), strict=True):
+        group["lr"] = rate  # a checkpoint has brought that of its run
 
     # This rank's boards with their replay
     log.info("compiling what is not in Numba's cache yet; the first time that takes half a minute")
@@ -151,31 +157,24 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: ddpkit.Sto
     while not stop:
         episode = total["episodes"]
         epsilon = epsilon_at(settings, total["environment_steps"])
-        agent.set_rates(*rates_at(settings, episode))
         opponent = opponent_at(settings, episode + 1)
-        players, shares = league.players, league.shares()
-        if opponent != LEAGUE:
-            players, shares = [opponents.get(opponent)], np.ones(1)
+        names = opponents.LADDER if opponent == MIXED else [opponent]
+        players = [opponents.get(name) for name in names]
 
         # Train. While the gradients of an update travel, until its finish, the boards play on
         sums = Counter(updates=0)
         losses = torch.zeros(2, device=job.device)
         for _ in range(ROUND):
-            with clock("play"):
-                sums.update(collector.play(agent.actor, players, shares, epsilon))
+            sums.update(collector.play(agent.actor, players, epsilon))
             if not replay.ready(settings.batch_per_rank):
                 continue
-            for _ in range(settings.updates):
-                with clock("sample"):
-                    batch = replay.sample(settings.batch_per_rank, settings.gamma, rng, job.device)
-                with clock("update"):
-                    agent.finish_update()
-                    losses += agent.start_update(batch)
-                sums["updates"] += 1
+            batch = replay.sample(settings.batch_per_rank, rng, job.device)
+            agent.finish_update()
+            losses += agent.start_update(batch)
+            sums["updates"] += 1
             if stopping.now():
                 break
-        with clock("update"):
-            agent.finish_update()
+        agent.finish_update()
         sums["a_loss"], sums["c_loss"] = losses.tolist()
 
         # Count over all ranks, which so agree on what comes next
@@ -186,8 +185,6 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: ddpkit.Sto
         total["optimiser_steps"] += steps
         total["samples"] += steps * settings.batch_global
         news.update(sums)
-        if opponent == LEAGUE:
-            league.note(sums)
         finished = total["episodes"] >= settings.episodes
         stop = finished or stopping.now()
         bar.update(sums["episodes"])
@@ -196,42 +193,28 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: ddpkit.Sto
             report(writer, total, news, epsilon, opponent)
             news.clear()
         if is_due(settings.eval_interval, episode, total, finished):
-            with clock("evaluate"):
-                results = evaluate(agent, settings, job)
-            standing = report_evaluation(writer, total, results)
-            league.add(agent.actor)
-            if standing > best:
-                best = standing
+            results = evaluate(agent, settings, job)
+            report_evaluation(writer, total, results)
+            surely = mean([result.win_rate - result.standard_error for result in results.values()])
+            if surely > best:
+                best = surely
                 ddpkit.run_on_main(runs.save_models, settings.folder, "best", *agent.states())
         if stop or is_due(settings.save_every, episode, total, finished):
-            with clock("save"):
-                name = model_name(settings, total["episodes"], stop)
-                save(name, agent, league, checkpoints, settings, total, best)
+            ddpkit.check_replicas([agent.networks, agent.targets], agent.optimizer)
+            name = model_name(settings, total["episodes"], stop)
+            ddpkit.run_on_main(runs.save_models, settings.folder, name, *agent.states())
+            checkpoints.save(
+                total["optimiser_steps"],
+                **agent.parts(),
+                total=dict(total),
+                best=best,
+                ranks=settings.world_size,
+            )
     bar.close()
-    clock.seconds["exchange"] = agent.exchange_seconds
-    clock.seconds["update"] -= agent.exchange_seconds
-    summarize(settings, total, before, clock, time.monotonic() - start)
+    summarize(settings, total, before, time.monotonic() - start)
 
 
 # What `main()` begins with
-
-
-def resume(
-    agent: DDPG, league: League, checkpoints: ddpkit.Checkpointer, settings: argparse.Namespace
-) -> tuple[Counter, tuple[float, float]]:
-    """Load the run's last checkpoint; return its counters and its best evaluation. Collective."""
-    saved = checkpoints.load_latest(**agent.parts())
-    league.load_state_dict(saved["league"], agent.actor)
-    total = Counter(saved["total"])
-    best = (-1.0, 0.0)
-    if saved["judges"] == [*opponents.LADDER, settings.eval_games]:
-        best = tuple(saved["best"])
-
-    moved = ""
-    if saved["ranks"] != settings.world_size:
-        moved = f", saved by {saved['ranks']} rank(s) and now on {settings.world_size}"
-    log.info("resumed after episode %d%s; boards and replay start anew", total["episodes"], moved)
-    return total, best
 
 
 def make_collector(settings: argparse.Namespace, rank: int, environment_steps: int) -> Collector:
@@ -243,17 +226,16 @@ def make_collector(settings: argparse.Namespace, rank: int, environment_steps: i
         ddpkit.sample_seed(settings.seed, 1, environment_steps),
         episode_length=settings.episode_length,
         transitions=settings.buffer_size,
-        reward=settings.reward,
     )
 
 
 def warm_up() -> None:
     """Run what Numba compiles once, so that it is in the cache."""
-    agent = DDPG(torch.device("cpu"), hidden=4, a_lr=1.0, c_lr=1.0, tau=1.0)
+    agent = DDPG(torch.device("cpu"), hidden=4, a_lr=1.0, c_lr=1.0, gamma=1.0, tau=1.0)
     collector = Collector(range(2), 2, 0, episode_length=9, transitions=60)
     for player in opponents.OPPONENTS:
-        collector.play(agent.actor, [opponents.get(player)], np.ones(1), 0.5)
-    collector.replay.sample(2, 0.9, np.random.default_rng(0), torch.device("cpu"))
+        collector.play(agent.actor, [opponents.get(player)], 0.5)
+    collector.replay.sample(2, np.random.default_rng(0), torch.device("cpu"))
 
 
 # What it does at intervals
@@ -273,29 +255,6 @@ def evaluate(agent: DDPG, settings: argparse.Namespace, job: ddpkit.Context) -> 
         result = play_games(Policy(agent.actor), opponents.get(name), len(share), seed=EVALUATION_SEED, first=first)
         mine[name] = dataclasses.astuple(result)
     return {name: Result(*sums) for name, sums in ddpkit.all_reduce(mine).items()}
-
-
-def save(
-    name: int,
-    agent: DDPG,
-    league: League,
-    checkpoints: ddpkit.Checkpointer,
-    settings: argparse.Namespace,
-    total: Counter,
-    best: tuple[float, float],
-) -> None:
-    """Save the models under a name and a checkpoint of everything, once the ranks are known to agree. Collective."""
-    ddpkit.check_replicas([agent.networks, agent.targets], agent.optimizer)
-    ddpkit.run_on_main(runs.save_models, settings.folder, name, *agent.states())
-    checkpoints.save(
-        total["optimiser_steps"],
-        **agent.parts(),
-        total=dict(total),
-        best=list(best),
-        judges=[*opponents.LADDER, settings.eval_games],  # results of others cannot be compared
-        league=league.state_dict(),
-        ranks=settings.world_size,
-    )
 
 
 # What it says
@@ -328,16 +287,15 @@ def report(writer: SummaryWriter | None, total: Counter, news: Counter, epsilon:
     write(writer, total, "progress", {"epsilon": epsilon, **progress})
 
 
-def report_evaluation(writer: SummaryWriter | None, total: Counter, results: dict[str, Result]) -> tuple[float, float]:
-    """Report what came of an evaluation's games; return means over opponents: a win rate surely reached, the lead."""
+def report_evaluation(writer: SummaryWriter | None, total: Counter, results: dict[str, Result]) -> None:
+    """Report what came of an evaluation's games."""
     for opponent, result in results.items():
         log.info("evaluation after episode %d, against %s: %s", total["episodes"], opponent, result)
-    win_rate = sum(result.win_rate for result in results.values()) / len(results)
-    lead = sum(result.lead for result in results.values()) / len(results)
+    win_rate = mean([result.win_rate for result in results.values()])
     log.info("evaluation after episode %d: mean win rate %.3f", total["episodes"], win_rate)
     rates = {f"win_rate_{opponent}": result.win_rate for opponent, result in results.items()}
-    write(writer, total, "evaluation", {"win_rate": win_rate, "score": lead, **rates})
-    return sum(result.win_rate - result.standard_error for result in results.values()) / len(results), lead
+    score = mean([result.lead for result in results.values()])
+    write(writer, total, "evaluation", {"win_rate": win_rate, "score": score, **rates})
 
 
 def write(writer: SummaryWriter | None, total: Counter, tag: str, values: dict[str, float]) -> None:
@@ -349,67 +307,23 @@ def write(writer: SummaryWriter | None, total: Counter, tag: str, values: dict[s
     writer.flush()
 
 
-def summarize(settings: argparse.Namespace, total: Counter, before: Counter, clock: Clock, seconds: float) -> None:
-    """Report where the time went and how much memory each rank took, also in `summary.json`. Collective.
-
-    Args:
-        settings: Resolved settings.
-        total: Counters now, of the whole run.
-        before: Counters when this part of it began.
-        clock: Of the parts of the program, on this rank.
-        seconds: Since the beginning.
-    """
-    memory = ddpkit.all_gather_object(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
-    shares = {name: spent / seconds for name, spent in clock.seconds.items()}
-    speeds = {name: (total[name] - before[name]) / seconds for name in COUNTERS}
+def summarize(settings: argparse.Namespace, total: Counter, before: Counter, seconds: float) -> None:
+    """Report the speed since `before` and the memory of each rank, also in `summary.json`. Collective."""
+    summary = {
+        "ranks": settings.world_size,
+        "seconds": seconds,
+        "total": dict(total),
+        "per_second": {name: (total[name] - before[name]) / seconds for name in COUNTERS},
+        "memory_mib_by_rank": ddpkit.all_gather_object(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
+    }
+    end = "done" if total["episodes"] >= settings.episodes else "stopped (go on with --resume)"
     log.info(
-        "%s after %d episodes and %.0f s, %.1f episodes/s\n\ttime: %s\n\tmemory: %.0f MiB on the rank that took most",
-        "done" if total["episodes"] >= settings.episodes else "stopped (go on with --resume)",
-        total["episodes"],
-        seconds,
-        speeds["episodes"],
-        ", ".join(f"{name} {share:.0%}" for name, share in shares.items()),
-        max(memory),
+        f"{end} after {total['episodes']} episodes and {seconds:.0f} s, "
+        f"{summary['per_second']['episodes']:.1f} episodes/s; "
+        f"{max(summary['memory_mib_by_rank']):.0f} MiB of memory on the rank that took most"
     )
     if ddpkit.is_main_process() and total != before:
-        summary = {
-            "ranks": settings.world_size,
-            "seconds": seconds,
-            "total": dict(total),
-            "per_second": speeds,
-            "share_of_time": shares,
-            "memory_mib_by_rank": memory,
-        }
         runs.save_json(settings.folder / "summary.json", summary)
-
-
-# What a program that runs for long needs
-
-
-class Clock:
-    """Count the `seconds` that each part of the program takes, by its name."""
-
-    def __init__(self, *parts: str) -> None:
-        self.seconds = dict.fromkeys(parts, 0.0)
-
-    @contextmanager
-    def __call__(self, part: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[part] += time.perf_counter() - start
-
-
-def keep_freed_memory() -> None:
-    """Have the C library keep what a step frees for the next one.
-
-    Given back to the system and taken again it costs a page fault per 4 KiB: a tenth of a rank's
-    time, now on this one, now on that one, and the others wait.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:  # not glibc
-        return
-    mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: bytes free at the top of the heap before it shrinks
-    mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: bytes from which a block is mapped on its own; this is the most
 
 
 if __name__ == "__main__":

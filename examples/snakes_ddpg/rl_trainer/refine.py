@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from shared.program import Parser, one_message, user_error
 from snakes import opponents, runs
+from snakes.collector import explore
 from snakes.features import DIRECTION, FEATURES, PER_WAY, WAYS
 from snakes.game import SNAKES, STEPS, Game
 from snakes.opponents import Player
@@ -64,28 +64,28 @@ class Played(NamedTuple):
     returns: np.ndarray  # what the team gains from there on, discounted, (steps, games); NaN: too full to end
 
 
-def play(search: Search, other: Player, side: int, game: Game, draws: dict[int, Iterator[np.ndarray]]) -> list[Played]:
+def play(search: Search, other: Player, side: int, game: Game) -> list[Played]:
     """Play new boards to their end; return what came of it for each team that searches.
 
-    What the critic expects at the end is added to the returns. `draws` has, by team, what
-    `wander()` takes in each step.
+    What the critic expects at the end is added to the returns.
     """
-    seen = {team: [] for team in draws}
+    teams = [side, 1 - side] if isinstance(other, Search) else [side]
+    seen = {team: [] for team in teams}
     gains = []  # of team A on team B
     actions = np.zeros(game.died.shape, np.uint8)
     for _ in range(game.episode_length):
         search(game.boards, side, actions)
         other(game.boards, 1 - side, actions)
-        for team, drawn in draws.items():
+        for team in teams:
             both = torch.cat([search.look(game.boards, each) for each in (team, 1 - team)], dim=1)
             seen[team].append(both.numpy())
-            wander(seen[team][-1], next(drawn), game, team, actions)
+            wander(seen[team][-1], game, team, actions)
         game.step(actions)
         gains.append(game.rewards[:, :3].sum(1) - game.rewards[:, 3:].sum(1))
         game.reset(game.done & (game.boards.times < game.episode_length))  # too full to go on
 
     parts = []
-    for team in draws:
+    for team in teams:
         returns = np.array(gains, np.float64) * (1 - 2 * team)
         own = search.look(game.boards, team)
         with torch.no_grad():
@@ -98,14 +98,15 @@ def play(search: Search, other: Player, side: int, game: Game, draws: dict[int, 
     return parts
 
 
-def wander(seen: np.ndarray, drawn: np.ndarray, game: Game, team: int, actions: np.ndarray) -> None:
-    """Let some snakes of a team go to any free cell, by random numbers of shape (n, 3, WAYS + 1)."""
-    free = seen[:, :3, : WAYS * PER_WAY : PER_WAY] > 0
-    ways = (free * drawn[..., :WAYS]).argmax(-1)
-    wanders = free.any(-1) & (drawn[..., WAYS] < WANDER)
+def wander(seen: np.ndarray, game: Game, team: int, actions: np.ndarray) -> None:
+    """Let some snakes of a team go any other way, if the cell there is free."""
     snakes = slice(3 * team, 3 * team + 3)
-    anywhere = DIRECTION[game.boards.headings[:, snakes], ways]
-    actions[:, snakes] = np.where(wanders, anywhere, actions[:, snakes])
+    preferred = DIRECTION[game.boards.headings[:, snakes]] == actions[:, snakes, None]
+    ways = np.empty((len(actions), 3), np.uint8)
+    other = actions.copy()
+    explore(game.boards, team, preferred.astype(np.float32), WANDER, ways, other)
+    is_free = np.take_along_axis(seen[:, :3, : WAYS * PER_WAY : PER_WAY] > 0, ways[..., None], axis=2)[..., 0]
+    actions[:, snakes] = np.where(is_free, other[:, snakes], actions[:, snakes])
 
 
 def collect(search: Search, model: Path, settings: argparse.Namespace, games: int, mine: np.ndarray) -> list[Played]:
@@ -118,21 +119,11 @@ def collect(search: Search, model: Path, settings: argparse.Namespace, games: in
     parts = []
     for place, (name, other) in enumerate(others.items()):
         for side in (0, 1):
-            seeds = [ddpkit.sample_seed(settings.seed, stream, 2 * place + side) for stream in (1, 2, 3)]
-            draws = {side: draw_for_all(seeds[0], games, mine)}
-            if isinstance(other, Search):
-                draws[1 - side] = draw_for_all(seeds[1], games, mine)
-            game = Game(len(mine), seeds[2], first=int(mine[0]), episode_length=settings.episode_length)
-            parts += play(search, other, side, game, draws)
+            seed = ddpkit.sample_seed(settings.seed, 1, 2 * place + side)
+            game = Game(len(mine), seed, first=int(mine[0]), episode_length=settings.episode_length)
+            parts += play(search, other, side, game)
         log.info("played %d games with %s", 2 * games, name)
     return parts
-
-
-def draw_for_all(seed: int, games: int, mine: np.ndarray) -> Iterator[np.ndarray]:
-    """Draw the numbers of all games, the same on any number of ranks, and yield those of some games."""
-    rng = np.random.default_rng(seed)
-    while True:
-        yield rng.random((games, 3, WAYS + 1))[mine]
 
 
 def draw_rows(parts: list[Played], rng: np.random.Generator, size: int, games: int, mine: np.ndarray) -> list[Tensor]:
@@ -178,7 +169,9 @@ def prepare(settings: argparse.Namespace) -> Path:
     for name, value in least.items():
         if getattr(settings, name) < value:
             raise ValueError(f"--{name} must be at least {value} here, not {getattr(settings, name)}")
-    model = runs.parse(settings.model, refined=False)
+    model = runs.parse(settings.model)
+    if model.stem == "actor_refined":  # begins again with the critic from training
+        model = runs.find_model(model.parents[1])
     if model.parent.name != runs.MODELS:
         raise ValueError(f"{model} is in no run's folder, where its critics are written: move it to RUN/{runs.MODELS}/")
     return model

@@ -12,12 +12,11 @@ from numba import njit
 from torch import nn
 
 from .features import DIRECTION, FEATURES, WAYS, observe
-from .game import SNAKES, START_LENGTH, Boards, Game, draw
+from .game import SNAKES, START_LENGTH, Game, draw
 from .opponents import Player
 
 TEAM = 0  # the side that learns; what it sees does not depend on the side
 MATES = 3  # snakes of that team
-NOBODY = np.iinfo(np.int64).max  # an opponent's number that no player has
 
 
 class Collector:
@@ -33,138 +32,77 @@ class Collector:
         seed: Of all boards.
         episode_length: In steps.
         transitions: Of single snakes that the replay holds.
-        reward: "own": a snake is paid for its own length, and its death ends its life; "team": all
-            three are paid for what the team gains on the other, through deaths, too.
     """
 
-    def __init__(
-        self,
-        boards: range,
-        total: int,
-        seed: int,
-        *,
-        episode_length: int,
-        transitions: int,
-        reward: str = "team",
-    ) -> None:
+    def __init__(self, boards: range, total: int, seed: int, *, episode_length: int, transitions: int) -> None:
         self.game = Game(len(boards), seed, first=boards.start, episode_length=episode_length)
         self.game.boards.times[:] = np.array(boards) * episode_length // total
         self.replay = Replay(transitions // (3 * len(boards)), len(boards))
         self._whole = self.game.boards.times == 0
-        self._opponents = np.full(len(boards), NOBODY)
-        self._by_team = reward == "team"
+        self._numbers = np.array(boards)
         self._actions = np.zeros((len(boards), SNAKES), np.uint8)
 
     @torch.no_grad()
-    def play(self, actor: nn.Module, players: Sequence[Player], shares: np.ndarray, epsilon: float) -> Counter:
+    def play(self, actor: nn.Module, players: Sequence[Player], epsilon: float) -> Counter:
         """Play one step on all boards.
 
         Args:
             actor: Chooses for team A.
-            players: Play team B, one of them on each board for an episode.
-            shares: Part of the episodes that each of them plays.
+            players: Play team B, each on as many of all boards.
             epsilon: Part of the moves of team A that is random.
 
         Returns:
             Sums over this rank's boards: `environment_steps`; `deaths` of the team in these steps;
-            over the episodes that ended, `episodes`, `wins`, the rewards `snake_1` to `snake_3`,
-            the `opponent`'s reward, and for each player, by its number, `met_0` and `beaten_0`.
+            and over the episodes that ended, `episodes`, `wins`, the rewards `snake_1` to `snake_3`
+            and the `opponent`'s reward.
         """
         game = self.game
         replay = self.replay
-        limits = np.cumsum(shares)
-        without = self._opponents >= len(players)  # at first, and where the players have changed in mid-episode
-        if without.any():
-            choose(game.boards, without, limits, self._opponents)
         device = next(actor.parameters()).device
         at = replay.next()
         observe(game.boards, TEAM, replay.seen[at])
         probabilities = actor(torch.from_numpy(replay.seen[at]).to(device)).cpu().numpy()
         explore(game.boards, TEAM, probabilities, epsilon, replay.ways[at], self._actions)
-        self._ask(players)
+        for place, player in enumerate(players):
+            self._ask(player, np.flatnonzero(self._numbers % len(players) == place))
 
-        over = game.done.copy()  # at the moment before: these boards show their end now, and start anew
+        over = game.done.copy()  # at the moment before: these boards show their end now, and begin an episode
         game.step(self._actions)
         game.reset(over)
-        choose(game.boards, over, limits, self._opponents)
         game.done[over] = False
         game.died[over] = False
         replay.moved[at] = ~over
-        if self._by_team:
-            replay.rewards[at] = (game.rewards[:, :3].sum(1) - game.rewards[:, 3:].sum(1))[:, None]
-        else:
-            replay.rewards[at] = game.rewards[:, :3]
-            replay.died[at] = game.died[:, :3]
+        replay.rewards[at] = game.rewards[:, :3].sum(1) - game.rewards[:, 3:].sum(1)
 
-        ended = game.done & self._whole
+        gains = game.boards.lengths[game.done & self._whole].astype(np.int64) - START_LENGTH
+        ours, theirs = gains[:, :3].sum(1), gains[:, 3:].sum(1)
         self._whole |= over
-        return self._sums(ended, ~over, len(players))
+        return Counter(
+            episodes=len(gains),
+            environment_steps=int((~over).sum()),
+            deaths=int(game.died[:, :3].sum()),
+            wins=int((ours > theirs).sum()),
+            snake_1=int(gains[:, 0].sum()),
+            snake_2=int(gains[:, 1].sum()),
+            snake_3=int(gains[:, 2].sum()),
+            opponent=int(theirs.sum()),
+        )
 
-    def _ask(self, players: Sequence[Player]) -> None:
-        """Have each player move on its boards."""
-        boards = self.game.boards
-        for place, player in enumerate(players):
-            which = np.flatnonzero(self._opponents == place)
-            if len(which) == len(self._opponents):
-                player(boards, 1 - TEAM, self._actions)
-            elif len(which):
-                some = Boards(*(array[which] for array in boards))
-                actions = np.empty((len(which), SNAKES), np.uint8)
-                player(some, 1 - TEAM, actions)
-                self._actions[which, 3:] = actions[:, 3:]
-                boards.streams[which] = some.streams
-
-    def _sums(self, ended: np.ndarray, moved: np.ndarray, players: int) -> Counter:
-        """Add up what `play()` returns, given the boards on which an episode ended, and those that moved."""
-        gains = self.game.boards.lengths[ended].astype(np.int64) - START_LENGTH
-        ours = gains[:, :3].sum(1)
-        theirs = gains[:, 3:].sum(1)
-        arrays = {
-            "episodes": ended,
-            "environment_steps": moved,
-            "deaths": self.game.died[:, :3],
-            "wins": ours > theirs,
-            "snake_1": gains[:, 0],
-            "snake_2": gains[:, 1],
-            "snake_3": gains[:, 2],
-            "opponent": theirs,
-        }
-        for place in range(players):
-            met = self._opponents[ended] == place
-            arrays[f"met_{place}"] = met
-            arrays[f"beaten_{place}"] = met & (ours > theirs)
-        return Counter({name: int(array.sum()) for name, array in arrays.items()})
-
-
-@njit(cache=True, nogil=True)
-def choose(boards, which, limits, opponents):
-    """Draw who plays the next episode, from the boards' own streams.
-
-    Args:
-        boards: The boards, n.
-        which: (n,) bool, those on which an episode begins.
-        limits: (k,) float64, the players' shares added up.
-        opponents: (n,) int64, filled with the numbers of the players, where an episode begins.
-    """
-    for b in range(len(which)):
-        if which[b]:
-            at = limits[-1] * draw(boards, b, 1 << 15) / (1 << 15)
-            opponents[b] = 0
-            while at >= limits[opponents[b]]:
-                opponents[b] += 1
+    def _ask(self, player: Player, which: np.ndarray) -> None:
+        """Have a player move team B on some of the boards, by their places."""
+        boards = self.game.boards.pick(which)
+        actions = np.empty((len(which), SNAKES), np.uint8)
+        player(boards, 1 - TEAM, actions)
+        self._actions[which, 3:] = actions[:, 3:]
+        self.game.boards.streams[which] = boards.streams
 
 
 @njit(cache=True, nogil=True)
 def explore(boards, team, probabilities, epsilon, ways, actions):
-    """Draw a way for each snake of a team, with probability `epsilon` any of the three alike.
+    """Draw a way for each snake of a team, from the boards' own streams: any of the three with probability `epsilon`.
 
-    Args:
-        boards: The boards, n.
-        team: 0 or 1.
-        probabilities: (n, 3, 3) float32, of each snake's ways.
-        epsilon: From 0 to 1.
-        ways: (n, 3) uint8, filled with the ways drawn, from the boards' own streams.
-        actions: (n, 6) uint8, of which the team's columns are filled.
+    Else it follows the probabilities, float32 of shape (n, 3, 3). Fill `ways`, (n, 3), and the team's columns of
+    `actions`, (n, 6), both uint8.
     """
     for b in range(len(ways)):
         for k in range(3):
@@ -180,20 +118,19 @@ def explore(boards, team, probabilities, epsilon, ways, actions):
 
 
 class Batch(NamedTuple):
-    """Hold transitions of single snakes, B rows. A row's target is `reward + weight * value of later`."""
+    """Hold transitions of single snakes, B rows."""
 
     seen: torch.Tensor  # (B, FEATURES) float32
     way: torch.Tensor  # (B,) int64, the one taken
-    reward: torch.Tensor  # (B,) float32
-    weight: torch.Tensor  # (B,) float32: gamma, or 0 if the snake died
+    reward: torch.Tensor  # (B,) float32: what the team gains on the other
     later: torch.Tensor  # (B, FEATURES) float32
 
 
 class Replay:
     """Hold the last moments of all boards of this rank, in a ring.
 
-    A moment is what each snake sees, the way it takes, what that brings and whether it dies. A
-    board that was done at the moment before only shows its end there and starts anew: nobody moves,
+    A moment is what each snake sees, the way it takes, and what that brings its team. A board that
+    was done at the moment before only shows its end there and starts a new episode: nobody moves,
     the moment ends a transition but begins none.
 
     Args:
@@ -214,8 +151,7 @@ class Replay:
         shape = (moments, boards, MATES)
         self.seen = np.zeros((*shape, FEATURES), np.float32)
         self.ways = np.zeros(shape, np.uint8)
-        self.rewards = np.zeros(shape, np.float32)
-        self.died = np.zeros(shape, np.bool_)
+        self.rewards = np.zeros(shape[:2], np.float32)
         self.moved = np.zeros(shape[:2], np.bool_)
         self.count = 0  # moments added so far
 
@@ -242,33 +178,17 @@ class Replay:
             )
         return self.count > 1 and len(self) >= size
 
-    def sample(self, size: int, gamma: float, rng: np.random.Generator, device: torch.device) -> Batch:
-        """Draw transitions, all with the same probability.
-
-        Args:
-            size: How many.
-            gamma: Discount per step.
-            rng: Of this rank.
-            device: Where to put them.
-
-        Raises:
-            ValueError: If it is not `ready()`, or nobody has moved.
-        """
+    def sample(self, size: int, rng: np.random.Generator, device: torch.device) -> Batch:
+        """Draw transitions, all with the same probability, with this rank's random numbers."""
         held = min(self.count, len(self.seen))
         begins = (self.count - held + np.arange(held - 1)) % len(self.seen)  # the last one ends transitions only
-        if not self.ready(size) or not self.moved[begins].any():
-            raise ValueError(
-                f"the {held} moments held, {len(self)} transitions, do not make a batch of {size} rows: play on before "
-                "the next update, or raise --buffer_size"
-            )
         rows = _draw(self.moved, begins, MATES, size, rng)
         rows_later = (rows + self.ways[0].size) % self.ways.size
         seen = self.seen.reshape(-1, FEATURES)
         batch = Batch(
             seen=seen.take(rows, 0),
             way=self.ways.take(rows).astype(np.int64),
-            reward=self.rewards.take(rows),
-            weight=np.where(self.died.take(rows), 0, gamma).astype(np.float32),
+            reward=self.rewards.take(rows // MATES),
             later=seen.take(rows_later, 0),
         )
         return Batch(*(torch.from_numpy(array).to(device, non_blocking=True) for array in batch))

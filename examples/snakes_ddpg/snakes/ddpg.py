@@ -9,8 +9,6 @@ arXiv:1709.00503). The README lists all departures, and why.
 
 from __future__ import annotations
 
-import re
-import time
 from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
@@ -25,40 +23,15 @@ from .collector import Batch
 from .features import FEATURES, WAYS
 
 
-class Perceptron(nn.Sequential):
-    """Map FEATURES -> hidden -> hidden -> WAYS, with ReLU between.
-
-    With `bfloat16` set, the second layer computes in it, from float32 weights, which a CPU that has it
-    does in a third of the time. The others stay in float32: in bfloat16 the first one, which sees the
-    features, makes weaker players, and for the last one two ways may be almost as good.
-    """
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__(
-            nn.Linear(FEATURES, hidden),
-            nn.ReLU(inplace=True),
-            nn.Linear(hidden, hidden),
-            nn.ReLU(inplace=True),
-            nn.Linear(hidden, WAYS),
-        )
-        self.bfloat16 = False
-
-    def forward(self, seen: torch.Tensor) -> torch.Tensor:
-        if not self.bfloat16:
-            return super().forward(seen)
-        first, activation, second, _, last = self
-        hidden = activation(first(seen).bfloat16())  # in half the memory, and to the bits the same, as in float32
-        with torch.autocast(hidden.device.type, torch.bfloat16):
-            hidden = activation(second(hidden))
-        return last(hidden.float())
-
-
-def computes_in_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Tell if this CPU has instructions for matrices in bfloat16; without them it is slower than float32."""
-    try:
-        return re.search(r"\b(avx512|amx)_bf16\b", cpuinfo.read_text()) is not None
-    except OSError:
-        return False
+def perceptron(hidden: int) -> nn.Sequential:
+    """Make a network FEATURES -> hidden -> hidden -> WAYS, with ReLU between."""
+    return nn.Sequential(
+        nn.Linear(FEATURES, hidden),
+        nn.ReLU(inplace=True),
+        nn.Linear(hidden, hidden),
+        nn.ReLU(inplace=True),
+        nn.Linear(hidden, WAYS),
+    )
 
 
 class Actor(nn.Module):
@@ -66,7 +39,7 @@ class Actor(nn.Module):
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.layers = Perceptron(hidden)
+        self.layers = perceptron(hidden)
 
     def forward(self, seen: torch.Tensor) -> torch.Tensor:
         scores = self.layers(seen).movedim(-1, 0).contiguous()  # torch's softmax is seven times as quick like that
@@ -83,7 +56,7 @@ class Critic(nn.Module):
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.values = Perceptron(hidden)  # not `layers`: nobody shall take a critic for an actor
+        self.values = perceptron(hidden)  # not `layers`: nobody shall take a critic for an actor
 
     def forward(self, seen: torch.Tensor) -> torch.Tensor:
         return self.values(seen)
@@ -113,34 +86,22 @@ def load_network(kind: type[nn.Module], path: Path, hidden: int | None = None) -
 
 
 class DDPG:
-    """Hold actor, critic, their targets and their optimiser, alike on every rank.
-
-    Args:
-        device: Where they are.
-        hidden: Width of the networks.
-        a_lr: Learning rate of the actor.
-        c_lr: Learning rate of the critic.
-        tau: Part of the way to the networks that the targets go in each step.
-        bfloat16: Compute the second layer of each network in bfloat16.
-    """
+    """Hold actor, critic, their targets and their optimiser, alike on every rank; arguments as the trainer's flags."""
 
     def __init__(
-        self, device: torch.device, *, hidden: int, a_lr: float, c_lr: float, tau: float, bfloat16: bool = False
+        self, device: torch.device, *, hidden: int, a_lr: float, c_lr: float, gamma: float, tau: float
     ) -> None:
         self.hidden = hidden
         self.actor = Actor(hidden).to(device)
         self.critic = Critic(hidden).to(device)
-        self.actor.layers.bfloat16 = bfloat16
-        self.critic.values.bfloat16 = bfloat16
         self.networks = nn.ModuleList([self.actor, self.critic])
         self.targets = deepcopy(self.networks).requires_grad_(False)  # not averaged: they follow alike
         actor = {"params": self.actor.parameters(), "lr": a_lr}
         critic = {"params": self.critic.parameters(), "lr": c_lr}
         self.optimizer = torch.optim.Adam([actor, critic], fused=True)
+        self.gamma = gamma
         self.tau = tau
-        self.exchange_seconds = 0.0  # spent in exchanging gradients so far, most of it waiting for other ranks
-        self._averaging = ExitStack()  # of the block in which gradients travel
-        self._under_way = False
+        self._update = ExitStack()  # what is left to do of the update that was started
 
     def losses(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the actor's and the critic's loss, means over the batch.
@@ -150,7 +111,7 @@ class DDPG:
         target_actor, target_critic = self.targets
         with torch.no_grad():
             later = target_actor(batch.later) * target_critic(batch.later)
-            target = batch.reward + batch.weight * later.sum(-1)
+            target = batch.reward + self.gamma * later.sum(-1)
         values = self.critic(batch.seen)
         taken = values.gather(1, batch.way.unsqueeze(1)).squeeze(1)
         critic_loss = nn.functional.mse_loss(taken, target)
@@ -173,34 +134,20 @@ class DDPG:
         actor_loss, critic_loss = self.losses(batch)
         self.optimizer.zero_grad()
         (actor_loss + critic_loss).backward()
-        start = time.perf_counter()
-        self._averaging.enter_context(ddpkit.averaging(self.networks))
-        self._under_way = True
-        self.exchange_seconds += time.perf_counter() - start
+        self._update.callback(self._step)
+        self._update.enter_context(ddpkit.averaging(self.networks))  # which ends before the step
         return torch.stack([actor_loss.detach(), critic_loss.detach()])
 
     def finish_update(self) -> None:
         """Finish the step that was started, if any, by the mean gradients of all ranks. Collective."""
-        if not self._under_way:
-            return
-        self._under_way = False
-        self._receive()
+        self._update.close()
+
+    def _step(self) -> None:
         for network in self.networks:
             nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         self.optimizer.step()
         with torch.no_grad():
             torch._foreach_lerp_(list(self.targets.parameters()), list(self.networks.parameters()), self.tau)
-
-    def _receive(self) -> None:
-        """Wait for the mean gradients of all ranks. Collective."""
-        start = time.perf_counter()
-        self._averaging.close()
-        self.exchange_seconds += time.perf_counter() - start
-
-    def set_rates(self, a_lr: float, c_lr: float) -> None:
-        """Set the learning rates of the next steps."""
-        for group, lr in zip(self.optimizer.param_groups, (a_lr, c_lr), strict=True):
-            group["lr"] = lr
 
     def parts(self) -> dict[str, Any]:
         """Name the parts that a checkpoint holds."""
@@ -211,7 +158,7 @@ class DDPG:
         return self.actor.state_dict(), self.critic.state_dict()
 
     def load(self, actor: Path, critic: Path) -> None:
-        """Load the weights of two files `actor_*.pth` and `critic_*.pth`, into the targets too.
+        """Begin with the weights of two files `actor_*.pth` and `critic_*.pth`, the targets too.
 
         Raises:
             ValueError: If they do not fit.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from PIL import Image, ImageDraw, ImageFont
 
-from .game import CELLS, COLUMNS, NEXT, NONE, ROWS, Game
+from .game import CELLS, COLUMNS, NONE, ROWS, Game
 
 SNAKE = ("#48a0ff", "#26d6d6", "#5cd06c", "#f04850", "#ff922c", "#ff70a0")  # team A is blue and green
 CODES = (75, 80, 120, 203, 215, 211)  # the same in a terminal of 256 colours
@@ -19,7 +18,6 @@ TEXT = "#e8e8e8"
 EYE = "#000000"
 SIZE = 24  # of a cell, in pixels
 ARROWS = "^v<>"  # by heading
-WAY = ((0, -1), (0, 1), (-1, 0), (1, 0))  # x and y, by heading
 
 
 class Frame(NamedTuple):
@@ -40,14 +38,9 @@ def snap(game: Game, b: int = 0) -> Frame:
 
 
 def render(frame: Frame, names: Sequence[str] = ("A", "B"), *, colours: bool = False) -> str:
-    """Render a frame as 13 lines of text, two columns to a cell.
+    """Render a frame as 13 lines of text, two columns to a cell; `colours` are a terminal's 256.
 
     Snakes are the digits 1 to 6, a head has an arrow along its heading, and a bean is `()`.
-
-    Args:
-        frame: The moment to show.
-        names: Of team A and team B.
-        colours: Use the terminal's 256 colours.
     """
     text = [" ."] * CELLS
     for cell in frame.beans:
@@ -75,41 +68,22 @@ def _title(frame: Frame, names: Sequence[str]) -> str:
 
 
 def _picture(frame: Frame, names: Sequence[str]) -> Image.Image:
-    """Draw the names and scores, and the board below them."""
+    """Draw the names and scores, and the board below them: a square for each cell, with an eye for a head."""
     image = Image.new("RGB", (COLUMNS * SIZE, (ROWS + 1) * SIZE), BOARD)
     draw = ImageDraw.Draw(image)
     font = ImageFont.load_default(0.6 * SIZE)
     draw.text((image.width / 2, SIZE / 2), f"{_title(frame, names)}, step {frame.step}", TEXT, font, "mm")
     for cell in frame.beans:
-        _disc(draw, _centre(cell), 0.25, BEAN)
-    for body, heading, colour in zip(frame.bodies, frame.headings, SNAKE, strict=True):
+        draw.ellipse(_box(cell, SIZE // 4), BEAN)
+    for body, colour in zip(frame.bodies, SNAKE, strict=True):
         for cell in body:
-            _disc(draw, _centre(cell), 0.35, colour)
-        for cell, after in pairwise(body):
-            around = NEXT[cell].tolist()
-            if after in around:  # a body that has come back may have a gap
-                _link(draw, cell, around.index(after), colour)
-                _link(draw, after, NEXT[after].tolist().index(cell), colour)
+            draw.rectangle(_box(cell, 1), colour)
         for head in body[:1]:
-            x, y = _centre(head)
-            dx, dy = WAY[heading]
-            _disc(draw, (x, y), 0.45, colour)
-            _disc(draw, (x + dx * SIZE / 5, y + dy * SIZE / 5), 0.15, EYE)
+            draw.ellipse(_box(head, SIZE // 3), EYE)
     return image
 
 
-def _centre(cell: int) -> tuple[float, float]:
-    return (cell % COLUMNS + 0.5) * SIZE, (cell // COLUMNS + 1.5) * SIZE
-
-
-def _disc(draw: ImageDraw.ImageDraw, centre: tuple[float, float], radius: float, colour: str) -> None:
-    x, y = centre
-    radius *= SIZE
-    draw.ellipse((x - radius, y - radius, x + radius, y + radius), colour)
-
-
-def _link(draw: ImageDraw.ImageDraw, cell: int, direction: int, colour: str) -> None:
-    """Draw a segment's half of a link, to the edge of its cell: across the border, both halves leave the picture."""
-    x, y = _centre(cell)
-    dx, dy = WAY[direction]
-    draw.line((x, y, x + dx * SIZE / 2, y + dy * SIZE / 2), colour, round(0.6 * SIZE))
+def _box(cell: int, margin: int) -> tuple[int, int, int, int]:
+    """Find the corners of a cell in the picture, less a margin."""
+    x, y = cell % COLUMNS * SIZE, (cell // COLUMNS + 1) * SIZE
+    return x + margin, y + margin, x + SIZE - 1 - margin, y + SIZE - 1 - margin

@@ -69,43 +69,11 @@ def spread(cells, open_cells):
 
 
 @njit(cache=True)
-def spread_edge(known, edge, open_cells):
-    """Grow sets by one step, from their edges, which were new in the step before; return if any grew.
-
-    Unlike in `spread()`, a cell that opens later is entered only by those who come to it then.
-    """
-    new = np.empty_like(edge)
-    for w in range(WORDS):
-        above, here, below = edge[w - 1], edge[w], edge[(w + 1) % WORDS]
-        for b in range(known.shape[1]):
-            new[w, b] = around(above[b], here[b], below[b]) & open_cells[w, b] & ~known[w, b]
-    grew = np.uint64(0)
-    for w in range(WORDS):
-        for b in range(known.shape[1]):
-            edge[w, b] = new[w, b]
-            known[w, b] |= new[w, b]
-            grew |= new[w, b]
-    return grew != np.uint64(0)
-
-
-@njit(cache=True)
 def remove(cells, others, rest):
     """Fill `rest` with the cells that are not among the others', all (5, n)."""
     for w in range(WORDS):
         for b in range(cells.shape[1]):
             rest[w, b] = cells[w, b] & ~others[w, b]
-
-
-@njit(cache=True)
-def add(cells, b, cell):
-    """Add a cell to the set of a board."""
-    cells[WORD[cell], b] |= BIT[cell]
-
-
-@njit(cache=True)
-def holds(cells, b, cell):
-    """Tell if the set of a board holds a cell."""
-    return cells[WORD[cell], b] & BIT[cell] != np.uint64(0)
 
 
 @njit(inline="always")
@@ -127,13 +95,9 @@ def count(word):
 def _miss(cells, goals, distance):
     """Add one to the distances (n,) of sets (5, n) that have not reached a goal."""
     for b in range(cells.shape[1]):
-        hit = (
-            (cells[0, b] & goals[0, b])
-            | (cells[1, b] & goals[1, b])
-            | (cells[2, b] & goals[2, b])
-            | (cells[3, b] & goals[3, b])
-            | (cells[4, b] & goals[4, b])
-        )
+        hit = np.uint64(0)
+        for w in range(WORDS):
+            hit |= cells[w, b] & goals[w, b]
         distance[b] += np.uint64(hit == np.uint64(0))
 
 
@@ -164,7 +128,8 @@ def _draw_sets(boards, first, free, beans):
                 free[WORD[cell], b] &= ~BIT[cell]
         for i in range(BEANS):
             if boards.beans[board, i] != NONE:
-                add(beans, b, boards.beans[board, i])
+                cell = boards.beans[board, i]
+                beans[WORD[cell], b] |= BIT[cell]
 
 
 @njit(cache=True)
@@ -174,7 +139,8 @@ def _draw_heads(boards, first, but, heads):
     for b in range(heads.shape[1]):
         for s in range(SNAKES):
             if s != but:
-                add(heads, b, segment(boards, first + b, s, 0))
+                cell = segment(boards, first + b, s, 0)
+                heads[WORD[cell], b] |= BIT[cell]
 
 
 @njit(cache=True)

@@ -56,6 +56,10 @@ class Boards(NamedTuple):
     times: np.ndarray  # (n,) int32: steps played
     streams: np.ndarray  # (n,) uint64: states of the random streams
 
+    def pick(self, which: np.ndarray) -> Boards:
+        """Copy some of the boards, by their numbers or a mask."""
+        return Boards(*(array[which] for array in self))
+
 
 @_inlined
 def draw(boards, b, n):
@@ -223,15 +227,6 @@ def _move(boards, b, actions, rewards, died):
     return placed and total + BEANS <= CELLS
 
 
-@_inlined
-def _step(boards, b, actions, rewards, died, limit):
-    """Play a step of one board as `_move()` does, and draw new beans; return True if the episode ends."""
-    if not _move(boards, b, actions, rewards, died):
-        return True
-    _refill_beans(boards, b)
-    return boards.times[b] >= limit
-
-
 @njit(cache=True, nogil=True)
 def _reset_all(boards, which):
     for b in range(len(which)):
@@ -242,7 +237,10 @@ def _reset_all(boards, which):
 @njit(cache=True, nogil=True)
 def _step_all(boards, actions, rewards, died, done, limit):
     for b in range(len(done)):
-        done[b] = _step(boards, b, actions, rewards, died, limit)
+        done[b] = not _move(boards, b, actions, rewards, died)
+        if not done[b]:
+            _refill_beans(boards, b)
+            done[b] = boards.times[b] >= limit
 
 
 @njit(cache=True, nogil=True)
@@ -268,11 +266,15 @@ class Game:
     def __init__(self, count: int, seed: int = 0, *, first: int = 0, episode_length: int = STEPS) -> None:
         if count < 1 or episode_length < 1:
             raise ValueError(f"count and episode_length must be at least 1, not {count} and {episode_length}")
-        streams = np.array([ddpkit.sample_seed(seed, 0, first + b) for b in range(count)], np.uint64)
-        shapes = {"cells": CELLS, "bodies": (SNAKES, 256), "heads": SNAKES, "lengths": SNAKES, "headings": SNAKES}
-        arrays = {name: np.zeros((count, *np.atleast_1d(shape)), np.uint8) for name, shape in shapes.items()}
         self.boards = Boards(
-            **arrays, beans=np.full((count, BEANS), NONE), times=np.zeros(count, np.int32), streams=streams
+            cells=np.zeros((count, CELLS), np.uint8),
+            bodies=np.zeros((count, SNAKES, 256), np.uint8),
+            heads=np.zeros((count, SNAKES), np.uint8),
+            lengths=np.zeros((count, SNAKES), np.uint8),
+            headings=np.zeros((count, SNAKES), np.uint8),
+            beans=np.full((count, BEANS), NONE),
+            times=np.zeros(count, np.int32),
+            streams=np.array([ddpkit.sample_seed(seed, 0, first + b) for b in range(count)], np.uint64),
         )
         self.rewards = np.zeros((count, SNAKES), np.int16)  # +1 for a bean; at death 3 - the length before this step
         self.died = np.zeros((count, SNAKES), np.bool_)

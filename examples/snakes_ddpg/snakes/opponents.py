@@ -12,11 +12,10 @@ from collections.abc import Callable
 import numpy as np
 from numba import njit
 
-from .features import ALL, BIT, WORD, WORDS, add, count, holds, remove, spread_edge
 from .game import BEAN, BEANS, CELLS, COLUMNS, NEXT, NONE, OPPOSITE, SNAKES, UP, Boards, draw, segment
 from .territory import territory
 
-FLOODED = 64  # boards whose floods go on at once, so that they stay in the cache
+NEVER = np.uint8(255)  # more steps than any way has
 Player = Callable[[Boards, int, np.ndarray], None]
 
 
@@ -131,137 +130,78 @@ def foresighted(boards, team, actions):
 @njit(cache=True, nogil=True)
 def _plan(boards, team, actions, needs_room):
     """Measure each snake's ways to all beans, share the beans out, and choose directions."""
-    for first in range(0, len(actions), FLOODED):
-        _plan_block(boards, team, first, actions[first : first + FLOODED], needs_room)
-
-
-@njit(cache=True)
-def _plan_block(boards, team, first, actions, needs_room):
-    """Plan for a block of boards, which begins with number `first`: all their floods go on at once."""
-    n = len(actions)
-    busy = np.empty((n, CELLS), np.uint8)
-    eats = np.empty((n, SNAKES), np.int64)
-    distances = np.full((n, 3, 4, BEANS), NONE)  # snake, direction, bean
-    rooms = np.full((n, 3, 4), CELLS)
+    busy, steps, rival_steps, queue = np.empty((4, CELLS), np.uint8)
+    nobody = np.full(CELLS, NEVER, np.uint8)
+    distances = np.empty((3, 4, BEANS), np.int64)  # snake, direction, bean
+    rooms = np.empty((3, 4), np.int64)
     goals = np.empty(3, np.int64)
-    for b in range(n):
-        _fill_busy(boards, first + b, busy[b], eats[b])
-    _measure_ways(boards, team, first, busy, eats, distances, rooms, needs_room)
-    for b in range(n):
-        _claim(distances[b], goals)
+    for b in range(len(actions)):
+        _fill_busy(boards, b, busy)
+        if needs_room:
+            for k in range(3):
+                queue[k] = segment(boards, b, 3 - 3 * team + k, 0)
+            _flood(queue, 3, 0, CELLS, busy, nobody, rival_steps)
+        distances[:] = NEVER
+        rooms[:] = CELLS
         for k in range(3):
             s = 3 * team + k
-            direction = _choose(boards, first + b, s, busy[b], distances[b, k, :, goals[k]], rooms[b, k])
-            actions[b, s] = direction
-            busy[b, NEXT[segment(boards, first + b, s, 0), direction]] = NONE  # the team-mates after it stay off
-
-
-@njit(cache=True)
-def _measure_ways(boards, team, first, busy, eats, distances, rooms, needs_room):
-    """Fill how many steps each bean is away and how much room there is, for each snake and direction.
-
-    Floods spread breadth first over cells that are free in time; those that look for room stay off
-    cells that the rivals reach as early.
-    """
-    n = len(busy)
-    free = np.full((WORDS, n), ALL)
-    beans = np.zeros((WORDS, n), np.uint64)
-    rivals = np.zeros((WORDS, n), np.uint64)
-    calm = np.empty((WORDS, n), np.uint64)  # cells that no rival can reach as early
-    edges = np.zeros((2, 3, 4, WORDS, n), np.uint64)  # of floods to beans, and for room; snake; direction
-    for b in range(n):
-        _draw_board(boards, first + b, b, team, busy[b], free, beans, rivals)
-    rivals_edge = rivals.copy()
-    spread_edge(rivals, rivals_edge, free)
-    for b in range(n):
-        for k in range(3):
             for direction in range(4):
-                if _is_open(boards, first + b, 3 * team + k, direction, busy[b]):
-                    cell = NEXT[segment(boards, first + b, 3 * team + k, 0), direction]
-                    add(edges[0, k, direction], b, cell)
-                    if needs_room and not holds(rivals, b, cell):
-                        add(edges[1, k, direction], b, cell)
-    known = edges.copy()
-    step = 1
-    spreads = True
-    while spreads:
-        for k in range(3):
-            for direction in range(4):
-                _note_beans(boards, first, edges[0, k, direction], beans, step, distances[:, k, direction])
-        step += 1
-        for b in range(n):
-            _open_cells(boards, first + b, b, step, eats[b], free)
-        spread_edge(rivals, rivals_edge, free)
-        remove(free, rivals, calm)
-        spreads = False
-        for k in range(3):
-            for direction in range(4):
-                spreads |= spread_edge(known[0, k, direction], edges[0, k, direction], free)
+                if not _is_open(boards, b, s, direction, busy):
+                    continue
+                queue[0] = NEXT[segment(boards, b, s, 0), direction]
+                _flood(queue, 1, 1, CELLS, busy, nobody, steps)
+                for i in range(BEANS):
+                    if boards.beans[b, i] != NONE:
+                        distances[k, direction, i] = steps[boards.beans[b, i]]
                 if needs_room:
-                    spreads |= spread_edge(known[1, k, direction], edges[1, k, direction], calm)
-    if needs_room:
-        for b in range(n):
-            for k in range(3):
-                for direction in range(4):
-                    if _is_open(boards, first + b, 3 * team + k, direction, busy[b]):
-                        size = np.uint64(0)
-                        for w in range(WORDS):
-                            size += count(known[1, k, direction, w, b])
-                        rooms[b, k, direction] = size
+                    room = 0
+                    if rival_steps[queue[0]] > 1:
+                        room = _flood(queue, 1, 1, boards.lengths[b, s], busy, rival_steps, steps)
+                    rooms[k, direction] = room
+        _claim(distances, goals)
+        for k in range(3):
+            s = 3 * team + k
+            direction = _choose(boards, b, s, busy, distances[k, :, goals[k]], rooms[k])
+            actions[b, s] = direction
+            busy[NEXT[segment(boards, b, s, 0), direction]] = NEVER  # the team-mates after it stay off
 
 
 @njit(cache=True)
-def _draw_board(boards, board, b, team, busy, free, beans, rivals):
-    """Fill a board's sets of cells that are free in the first step, of beans and of the rivals' heads."""
-    for s in range(SNAKES):
-        for i in range(boards.lengths[board, s]):
-            cell = segment(boards, board, s, i)
-            if busy[cell] > 1:
-                free[WORD[cell], b] &= ~BIT[cell]
-    for i in range(BEANS):
-        if boards.beans[board, i] != NONE:
-            add(beans, b, boards.beans[board, i])
-    for i in range(3):
-        add(rivals, b, segment(boards, board, 3 - 3 * team + i, 0))
-
-
-@njit(cache=True)
-def _open_cells(boards, board, b, step, eats, free):
-    """Add the cells that bodies leave for a step."""
-    for s in range(SNAKES):
-        i = np.int64(boards.lengths[board, s]) + eats[s] - step
-        if 0 <= i < boards.lengths[board, s]:
-            add(free, b, segment(boards, board, s, i))
-
-
-@njit(cache=True)
-def _note_beans(boards, first, edge, beans, step, distances):
-    """Note the beans, (n, BEANS), that floods reach in a step."""
-    for b in range(len(distances)):
-        hit = np.uint64(0)
-        for w in range(WORDS):
-            hit |= edge[w, b] & beans[w, b]
-        if hit != np.uint64(0):
-            for i in range(BEANS):
-                if boards.beans[first + b, i] != NONE and holds(edge, b, boards.beans[first + b, i]):
-                    distances[b, i] = step
-
-
-@njit(cache=True)
-def _fill_busy(boards, b, busy, eats):
-    """Fill `busy` with the first step in which each cell can be entered, as far as the bodies go.
-
-    `eats` becomes 1 for a snake that may eat in the first step.
-    """
+def _fill_busy(boards, b, busy):
+    """Fill the first step in which each cell can be entered; a snake that may eat in the first step leaves later."""
     busy[:] = 0
     for s in range(SNAKES):
         length = np.int64(boards.lengths[b, s])
-        eats[s] = 0  # 1: its tail stays for a step
+        eats = 0
         for direction in range(4):
             if boards.cells[b, NEXT[segment(boards, b, s, 0), direction]] == BEAN:
-                eats[s] = 1
+                eats = 1
         for i in range(length):
-            busy[segment(boards, b, s, i)] = length - i + eats[s]
+            busy[segment(boards, b, s, i)] = length - i + eats
+
+
+@njit(cache=True)
+def _flood(queue, known, step, enough, busy, rivals, steps):
+    """Spread breadth first from the `known` cells of a queue, reached in a step, over cells that are free in time.
+
+    Stay off the cells that rivals reach as early. Fill the step in which each cell is reached, NEVER if it is not;
+    return how many are reached, which need not be more than `enough`.
+    """
+    steps[:] = NEVER
+    for i in range(known):
+        steps[queue[i]] = step
+    looked_at = 0
+    while looked_at < known < enough:
+        at = queue[looked_at]
+        looked_at += 1
+        step = np.uint8(steps[at] + 1)
+        for direction in range(4):
+            cell = NEXT[at, direction]
+            if steps[cell] == NEVER and busy[cell] <= step < rivals[cell]:
+                steps[cell] = step
+                queue[known] = cell
+                known += 1
+    return known
 
 
 @njit(cache=True, inline="always")

@@ -54,46 +54,29 @@ def rival_of(actor: Path) -> Path:
 
 
 def new_run(root: Path = ROOT) -> Path:
-    """Make the folder of a new run, with the next number; runs that start in one moment get different ones.
-
-    Raises:
-        OSError: If it cannot be made.
-    """
+    """Make the folder of a new run, with the next number; runs that start in one moment get different ones."""
     number = max(list_runs(root), default=0) + 1
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        while _is_claimed(root / f".run{number}"):
-            number += 1
-        folder = root / f"run{number}_{time.strftime('%Y%m%d_%H%M%S')}"
-        folder.mkdir()
-        return folder
-    except OSError as error:
-        text = f"cannot make a run's folder in {root}: {error.strerror}; name another place with --runs_folder"
-        raise OSError(text) from error
+    while not _claim(root / f".run{number}"):
+        number += 1
+    folder = root / f"run{number}_{time.strftime('%Y%m%d_%H%M%S')}"
+    folder.mkdir()
+    return folder
 
 
-def _is_claimed(claim: Path) -> bool:
-    """Tell if a run has claimed a number by a folder of this name, and claim it; the runs' names hold a time, too."""
+def _claim(claim: Path) -> bool:
+    """Claim a number by making a folder, as the runs' own names hold a time; return False if another has it."""
     try:
-        claim.mkdir()
-        return False
-    except FileExistsError:
+        claim.mkdir(parents=True)
         return True
+    except FileExistsError:
+        return False
 
 
 def find_run(run: int | str, root: Path = ROOT, holding: str = "") -> Path:
-    """Find the folder of a run.
+    """Find the folder of a run, by its number, as "3" or "run3", as "latest", by its path, or by its name in `root`.
 
-    Args:
-        run: Its number, also as "3" or "run3"; "latest"; or a folder, by its path or its name in
-            `root`.
-        root: Folder of the runs.
-        holding: Pattern of a file that the latest one must hold: a run may have ended before it had
-            saved anything.
-
-    Raises:
-        FileNotFoundError: If there is none; the message names what was looked for and the runs that
-            exist.
+    The latest one must hold a file of a pattern: a run may have ended before it saved anything.
+    Raise a FileNotFoundError, which names the runs that exist, if there is none.
     """
     found = list_runs(root)
     if match := re.fullmatch(r"(?:run)?(\d+)", str(run)):
@@ -111,60 +94,35 @@ def find_run(run: int | str, root: Path = ROOT, holding: str = "") -> Path:
     return folder
 
 
-def find_model(run: int | str, episode: int | str | None = None, root: Path = ROOT, *, or_before: bool = False) -> Path:
-    """Find the file of a run's actor.
+def find_model(run: int | str, name: int | str | None = None, root: Path = ROOT) -> Path:
+    """Find the file of a run's actor, by its episode, "best" or "refined"; else the best if there is one, or the last.
 
-    Args:
-        run: See `find_run()`.
-        episode: After which it was saved, or "best"; None: the best by evaluation if there is one,
-            else the last.
-        root: Folder of the runs.
-        or_before: Take the last one before that episode if there is none of it.
-
-    Raises:
-        FileNotFoundError: If there is no such run or episode; the message lists those that exist.
+    Raise a FileNotFoundError, which lists the runs or episodes that exist, if there is none.
     """
     folder = find_run(run, root, ACTORS)
     found = list_models(folder)
-    wanted = episode
-    if episode is None:
-        wanted = next(reversed(found), None)
-    elif or_before:
-        wanted = max((number for number in found if number != "best" and number <= episode), default=episode)
-    if wanted not in found:
-        looked_for = folder / MODELS / f"actor_{'*' if episode is None else episode}.pth"
-        raise FileNotFoundError(f"there is no {looked_for}; the episodes of this run are: {_listed(found)}")
-    return found[wanted]
+    path = folder / MODELS / f"actor_{name}.pth"
+    if name is None:
+        path = next(reversed(found.values()), folder / ACTORS)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no {path}; the episodes of this run are: {_listed(found)}")
+    return path
 
 
-def parse(text: str, root: Path = ROOT, *, refined: bool = True) -> Path:
-    """Find the file of the actor that a user means.
+def parse(text: str, root: Path = ROOT) -> Path:
+    """Find the actor that a user means by "run3:2000", "run3:best", "run3:refined", "run3", "latest", a folder, a file.
 
-    Args:
-        text: "run3:2000", "run3:best", "run3:refined", "run3", "3", "latest", a folder or a file. A run alone means
-            the model that was refined, unless a better one was saved since; else the best, else the last.
-        root: Folder of the runs.
-        refined: Whether a run alone may mean that.
-
-    Raises:
-        FileNotFoundError: If there is none; the message lists the runs or episodes that exist.
+    A run alone means the model that was refined, unless a better one was saved since; else the best, or the last.
     """
-    if Path(text).is_file():
-        return Path(text)
     if text.endswith(".pth"):
+        if Path(text).is_file():
+            return Path(text)
         raise FileNotFoundError(f"there is no file {text}; a run's model is also found as runN:EPISODE, runN or latest")
-    run, episode = re.fullmatch(r"(.*?)(?::(\d+|best|refined))?", text).groups()
-    if episode and episode.isdecimal():
-        episode = int(episode)
-    if episode == "refined":
-        path = find_run(run, root, ACTORS) / MODELS / "actor_refined.pth"
-        if path.is_file():
-            return path
-        raise FileNotFoundError(f"there is no {path}; python rl_trainer/refine.py {run} makes it")
-    model = find_model(run, episode, root)
-    newer = model.with_name("actor_refined.pth")
-    if episode is None and refined and newer.is_file() and newer.stat().st_mtime >= model.stat().st_mtime:
-        return newer
+    run, name = re.fullmatch(r"(.*?)(?::(\d+|best|refined))?", text).groups()
+    model = find_model(run, name, root)
+    refined = model.with_name("actor_refined.pth")
+    if name is None and refined.is_file() and refined.stat().st_mtime >= model.stat().st_mtime:
+        return refined
     return model
 
 

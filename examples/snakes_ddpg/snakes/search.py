@@ -92,7 +92,7 @@ class Search(Policy):
         others = ways[b]
         others[:, s] = way
         values = np.full(tried.shape, -np.inf)
-        values[b, way] = self.value(_pick(boards, b), s, others, ranks[b])
+        values[b, way] = self.value(boards.pick(b), s, others, ranks[b])
         values[every, preferred] += MARGIN
         return values.argmax(1)
 
@@ -107,12 +107,12 @@ class Search(Policy):
             for place, doubt in enumerate(DOUBT, start=1):
                 other = ways[near]
                 other[:, rival] = ranks[near, rival, place]
-                value[near] += doubt * (self.play_on(_pick(boards, near), team, other) - surely[near])
+                value[near] += doubt * (self.play_on(boards.pick(near), team, other) - surely[near])
         return value
 
     def play_on(self, boards: Boards, team: int, ways: np.ndarray) -> np.ndarray:
         """Value the boards for a team if all snakes go these ways, (n, 6), and then as the actor prefers: (n,)."""
-        boards = Boards(*(array.copy() for array in boards))
+        boards = boards.pick(np.arange(len(ways)))
         rewards = np.zeros((len(ways), SNAKES), np.int16)
         died = np.zeros((len(ways), SNAKES), np.bool_)
         total = np.zeros(len(ways))
@@ -143,11 +143,6 @@ def _rank(preferences: torch.Tensor) -> np.ndarray:
 def expect(critic: Critic, chances: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
     """Find what a critic expects of teams that go their ways with these probabilities, which are the actor's: (n,)."""
     return (chances * critic(seen)).sum(-1).mean(-1)
-
-
-def _pick(boards: Boards, which: np.ndarray) -> Boards:
-    """Copy some of the boards, by their numbers or a mask."""
-    return Boards(*(array[which] for array in boards))
 
 
 def _trapped(boards: Boards, team: int) -> np.ndarray:
@@ -183,27 +178,20 @@ def escape(boards, team, steps):
     It looks for a way along which every cell is free by then: all bodies, its own too, leave theirs
     from the tail on. The cells beside another head are not free: it may be there first.
     """
-    leaves = np.zeros(CELLS, np.int64)
+    leaves = np.zeros(CELLS, np.int64)  # the step in which each cell is free again
     for b in range(len(steps)):
         for k in range(3):
-            _fill_leaves(boards, b, 3 * team + k, leaves)
+            leaves[:] = 0
+            for s in range(SNAKES):
+                length = np.int64(boards.lengths[b, s])
+                for i in range(length):
+                    cell = segment(boards, b, s, i)
+                    leaves[cell] = max(leaves[cell], length - i)
+                if s == 3 * team + k or length == 0:
+                    continue
+                for cell in NEXT[segment(boards, b, s, 0)]:
+                    leaves[cell] = max(leaves[cell], LIMIT)
             steps[b, k] = _escape(boards, b, 3 * team + k, leaves)
-
-
-@njit(cache=True)
-def _fill_leaves(boards, b, s, leaves):
-    """Fill the step in which each cell is free again, at the end of which the head of snake `s` may enter it."""
-    leaves[:] = 0
-    for other in range(SNAKES):
-        length = np.int64(boards.lengths[b, other])
-        for i in range(length):
-            cell = segment(boards, b, other, i)
-            leaves[cell] = max(leaves[cell], length - i)
-        if other == s or length == 0:
-            continue
-        for direction in range(4):
-            cell = NEXT[segment(boards, b, other, 0), direction]
-            leaves[cell] = max(leaves[cell], LIMIT)
 
 
 @njit(cache=True)

@@ -14,15 +14,14 @@ from typing import Any, NoReturn
 
 from shared.program import Parser, UserError
 from snakes import runs
-from snakes.opponents import LEVELS, OPPONENTS
+from snakes.opponents import LADDER, LEVELS, OPPONENTS
 
 from ddpkit import ScalePlan
 
 ROUND = 50  # steps of all boards from one look at the global counters to the next
 BATCH_SIZE = 6144  # rows per optimiser step, global, if no flag says otherwise
-LEAGUE = "league"  # the opponents of the strategy of that name
+MIXED = "mixed"  # the strategy of meeting all of the ladder
 EVASIVE = "evasive"  # the opponent's name
-OPPONENT = "greedy"  # for the strategy fixed, if no flag says otherwise
 
 # difficulty, to be rounded down, by the part of the run that is over
 LADDERS: dict[str, Callable[[float], float]] = {
@@ -44,7 +43,6 @@ _GUIDES = {
     "epsilon": 0.5,
     "epsilon_min": 0.0,
     "epsilon_speed": 0.9995,
-    "reward": "own",
     "opponent_difficulty_strategy": "curriculum",
 }
 _GUIDE_C = {
@@ -55,7 +53,6 @@ _GUIDE_C = {
     "gamma": 0.95,
     "tau": 0.001,
     "epsilon_speed": 0.99998,
-    "opponent_difficulty_strategy": "fixed",
     "opponent": "greedy",
 }
 PRESETS: dict[str, dict[str, Any]] = {
@@ -66,15 +63,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def read_settings(argv: Sequence[str] | None = None, saved: Mapping[str, Any] | None = None) -> argparse.Namespace:
-    """Read the command line.
+    """Read the command line; raise a UserError if it is wrong.
 
-    Args:
-        argv: The arguments; those of the program by default.
-        saved: The settings of a run to go on with, in place of the defaults. A preset on the
-            command line is stronger than they are, a flag stronger than a preset.
-
-    Raises:
-        UserError: If it is wrong.
+    The `saved` settings of a run to go on with take the place of the defaults. A preset on the
+    command line is stronger than they are, a flag stronger than a preset.
     """
     parser = _make_parser()
     given = parser.parse_args(argv)
@@ -117,34 +109,31 @@ def _make_parser() -> argparse.ArgumentParser:
     either("--batch_size", action=_Either, const="global_batch_size", type=count, help=text)
     text = f"rows per optimiser step, global, instead (default: {BATCH_SIZE}, rounded up to a multiple of the ranks)"
     either("--global_batch_size", action=_Either, const="batch_size", type=count, help=text)
-    add("--updates", type=count, default=1, help="optimiser steps per step of all boards; all ranks take them together")
     add("--buffer_size", type=count, default=200_000, help="transitions kept, per rank")
     add("--a_lr", type=rate, default=3e-3, help="learning rate of the actor, before scaling")
     add("--c_lr", type=rate, default=3e-3, help="learning rate of the critic, before scaling")
-    text = "part of the learning rates that is left at the run's end; it falls evenly"
-    add("--lr_end", type=share, default=1.0, help=text)
     text = "what --batch_size on several ranks does to the learning rates; Adam ignores a gradient's scale: none"
     add("--lr_scaling", choices=("none", "linear", "sqrt"), default="none", help=text)
-    text = "what a snake is paid for: its own length, or what its team gains on the other"
-    add("--reward", choices=("own", "team"), default="team", help=text)
     add("--gamma", type=share, default=0.97, help="discount per step")
     add("--tau", type=share, default=0.01, help="part of the way that the targets go per optimiser step")
     add("--hidden", type=count, default=128, help="width of the hidden layers")
-    text = "of the networks' second layers; auto: bfloat16 on a CPU with instructions for it"
-    add("--precision", choices=("auto", "float32", "bfloat16"), default="auto", help=text)
     add("--output_activation", choices=("softmax",), default="softmax", help="of the actor")
 
-    add = parser.add_argument_group("exploration and opponents").add_argument
+    group = parser.add_argument_group("exploration and opponents")
+    add = group.add_argument
+    either = group.add_mutually_exclusive_group().add_argument
     add("--epsilon", type=share, default=0.2, help="part of the moves that is random at first")
     add("--epsilon_speed", type=share, default=0.999999, help="factor of epsilon per environment step, global")
     add("--epsilon_min", type=share, default=0.02, help="what epsilon does not fall below")
     text = (
-        f"{LEAGUE}: the ladder and past selves, each as often as it wins; {', '.join(LADDERS)}: how one opponent's "
-        "difficulty grows from 0 to 4; fixed: --opponent"
+        f"{MIXED}: {', '.join(LADDER)}, each on as many boards; {', '.join(LADDERS)}: how one opponent's difficulty "
+        "grows from 0 to 4"
     )
-    add("--opponent_difficulty_strategy", choices=(LEAGUE, *LADDERS, "fixed"), default=LEAGUE, help=text)
-    text = f"for the strategy fixed: a player, or a difficulty (default: {OPPONENT})"
-    add("--opponent", choices=(*OPPONENTS, *map(str, range(len(LEVELS)))), help=text)
+    name = "--opponent_difficulty_strategy"
+    either(name, action=_Either, const="opponent", choices=(MIXED, *LADDERS), default=MIXED, help=text)
+    text = "instead: a player, or a difficulty, to be met all the time"
+    players = (*OPPONENTS, *map(str, range(len(LEVELS))))
+    either("--opponent", action=_Either, const=name.removeprefix("--"), choices=players, help=text)
     add("--enable_opponent_evasion", action="store_true", help="play against the evasive opponent later on")
     text = "when: an episode, from 1, global, or per rank with --max_episodes; or with a point, a part of the run: 0.8"
     add("--opponent_evasion_start_episode", type=_episode_or_part, default=40_000, metavar="E", help=text)
@@ -153,7 +142,7 @@ def _make_parser() -> argparse.ArgumentParser:
     text = "episodes between checkpoints, global, or per rank with --max_episodes"
     add("--save_interval", type=count, default=1000, help=text)
     add("--log_interval", type=count, default=500, help="episodes, global, between reports")
-    text = "episodes, global, between evaluations; after each the agent joins the league as it is"
+    text = "episodes, global, between evaluations"
     add("--eval_interval", type=count, default=5000, help=text)
     text = "games of an evaluation with each of the ladder, global, on both sides in turn"
     add("--eval_games", type=count, default=100, help=text)
@@ -209,17 +198,10 @@ def _episode_or_part(text: str) -> int | float:
 
 
 def resolve(settings: argparse.Namespace, world_size: int) -> argparse.Namespace:
-    """Add what depends on the number of ranks.
+    """Return the settings with what depends on the number of ranks; raise if the global batch does not divide by them.
 
-    Returns:
-        A copy of the settings with `world_size`; `episodes` (global); `boards_global` and
-        `boards_per_rank`; `batch_global` and `batch_per_rank` (rows per optimiser step); `actor_lr`
-        and `critic_lr`, scaled; `counted_by`, the global episodes to one that the flags count: the
-        ranks if `--max_episodes` told the run's length, also after it went on with other ranks,
-        else 1; `evasion_start` (episode, global); and `save_every` (episodes, global).
-
-    Raises:
-        ValueError: If the global batch does not divide by the ranks.
+    `counted_by` are the global episodes to one that the flags count: the ranks if `--max_episodes`
+    told the run's length, also after it went on with other ranks, else 1.
     """
     size = settings.batch_size
     keep = "per_rank"
@@ -231,40 +213,45 @@ def resolve(settings: argparse.Namespace, world_size: int) -> argparse.Namespace
     episodes = settings.total_episodes or settings.max_episodes * world_size
     counted_by = world_size if settings.max_episodes else getattr(settings, "counted_by", 1)
     start = settings.opponent_evasion_start_episode
-    evasion_start = round(start * episodes) if isinstance(start, float) else start * counted_by
     boards = _round_up(settings.boards, world_size)
     added = {
         "world_size": world_size,
-        "episodes": episodes,
+        "episodes": episodes,  # global
         "boards_global": boards,
         "boards_per_rank": boards // world_size,
-        "batch_global": actor.global_batch_size,
+        "batch_global": actor.global_batch_size,  # rows per optimiser step
         "batch_per_rank": actor.per_rank_batch_size,
-        "actor_lr": actor.lr,
+        "actor_lr": actor.lr,  # scaled
         "critic_lr": critic.lr,
         "counted_by": counted_by,
-        "evasion_start": evasion_start,
-        "save_every": settings.save_interval * counted_by,
+        "evasion_start": round(start * episodes) if isinstance(start, float) else start * counted_by,
+        "save_every": settings.save_interval * counted_by,  # episodes, global
     }
     return argparse.Namespace(**vars(settings) | added)
 
 
 def go_on(saved: Mapping[str, Any], world_size: int) -> dict[str, Any]:
     """Put the settings of a run in terms of all ranks, so that they mean the same on another number of them."""
-    rates = {"a_lr": saved["actor_lr"], "c_lr": saved["critic_lr"], "lr_scaling": "none"}
-    lengths = {"total_episodes": saved["episodes"], "max_episodes": None}
-    batch = {"global_batch_size": _round_up(saved["batch_global"], world_size), "batch_size": None}
-    return {**saved, **lengths, **rates, **batch}
+    return {
+        **saved,
+        "total_episodes": saved["episodes"],
+        "max_episodes": None,
+        "global_batch_size": _round_up(saved["batch_global"], world_size),
+        "batch_size": None,
+        "a_lr": saved["actor_lr"],
+        "c_lr": saved["critic_lr"],
+        "lr_scaling": "none",
+    }
 
 
 def opponent_at(settings: argparse.Namespace, episode: int) -> str | int:
     """Find whom to play in an episode (global, from 1), by name or difficulty. Takes resolved settings."""
     if settings.enable_opponent_evasion and episode >= settings.evasion_start:
         return EVASIVE
-    if settings.opponent_difficulty_strategy == LEAGUE:
-        return LEAGUE
-    if settings.opponent_difficulty_strategy == "fixed":
-        return OPPONENT if settings.opponent is None else settings.opponent
+    if settings.opponent is not None:
+        return settings.opponent
+    if settings.opponent_difficulty_strategy == MIXED:
+        return MIXED
     grown = LADDERS[settings.opponent_difficulty_strategy](episode / settings.episodes)
     return min(len(LEVELS) - 1, int(grown))
 
@@ -273,17 +260,11 @@ def model_name(settings: argparse.Namespace, episodes: int, stopped: bool = Fals
     """Find the episode that a model is named by, counted as the run's flags are.
 
     It is the last multiple of `--save_interval`, at the end the run's length: the counters are
-    looked at every `ROUND` steps of all boards, when some episodes more are over.
-
-    Args:
-        settings: Resolved settings.
-        episodes: Those that are over, global.
-        stopped: If the run ends here. Before its time, the name is how far it came.
+    looked at every `ROUND` steps of all boards, when some episodes more are over. A run that is
+    `stopped` before its end names the episode that it reached. Takes resolved settings.
     """
-    if episodes >= settings.episodes:
-        return settings.episodes // settings.counted_by
-    if stopped:
-        return episodes // settings.counted_by
+    if stopped or episodes >= settings.episodes:
+        return min(episodes, settings.episodes) // settings.counted_by
     return episodes // settings.save_every * settings.save_interval
 
 
@@ -293,24 +274,14 @@ def epsilon_at(settings: argparse.Namespace, environment_steps: int) -> float:
     return max(floor, settings.epsilon * settings.epsilon_speed**environment_steps)
 
 
-def rates_at(settings: argparse.Namespace, episode: int) -> tuple[float, float]:
-    """Find the learning rates of actor and critic after so many episodes of all ranks. Takes resolved settings."""
-    progress = min(1.0, episode / settings.episodes)
-    left = 1 - progress * (1 - settings.lr_end)
-    return settings.actor_lr * left, settings.critic_lr * left
-
-
 def describe(settings: argparse.Namespace) -> str:
     """Describe what a run is going to do, in a few lines for its start. Takes resolved settings."""
     s = settings
-    # steps of all boards together: one more per episode, to start anew, and the first, part
+    # steps of all boards together: one more per episode, to begin the next, and the first, part
     # episodes are not counted
     length = s.episode_length
-    board_steps = _round_up(math.ceil(s.episodes / s.boards_global * (length + 1) + length), ROUND)
-    steps = board_steps * s.updates
-    opponents = s.opponent_difficulty_strategy
-    if opponents == "fixed":
-        opponents = f"{opponent_at(s, 1)}, all the time"
+    steps = _round_up(math.ceil(s.episodes / s.boards_global * (length + 1) + length), ROUND)
+    opponents = s.opponent or s.opponent_difficulty_strategy
     if s.enable_opponent_evasion:
         opponents += f"; {EVASIVE} from episode {s.evasion_start:,}"
     rows = {
@@ -319,35 +290,12 @@ def describe(settings: argparse.Namespace) -> str:
         "boards": f"{s.boards_global:,} at once, {s.boards_per_rank:,} per rank",
         "batch": f"{s.batch_global:,} rows per optimiser step, {s.batch_per_rank:,} per rank",
         "learning rates": f"{s.actor_lr:g} (actor), {s.critic_lr:g} (critic), scaling {s.lr_scaling}",
-        "environment steps": f"some {board_steps * s.boards_global * length // (length + 1):,} in all",
-        "optimiser steps": f"some {steps:,}, each of all ranks together: {s.updates} per step of all boards",
+        "environment steps": f"some {steps * s.boards_global * length // (length + 1):,} in all",
+        "optimiser steps": f"some {steps:,}, each of all ranks together: one per step of all boards",
         "samples": f"some {steps * s.batch_global:,} rows drawn from the replays in all",
-        "models": f"saved every {s.save_every:,} episodes in all, as number {s.save_interval:,} and its multiples",
-        "epsilon": f"{s.epsilon:g} x {s.epsilon_speed:.10g} per environment step, not below {epsilon_at(s, 10**12):g}",
         "opponents": opponents,
     }
     return "\n".join(f"{name:<18}  {value}" for name, value in rows.items())
-
-
-def cautions(settings: argparse.Namespace) -> list[str]:
-    """Name what a user may not have meant, a line each. Takes resolved settings."""
-    lines = []
-    if settings.episodes < settings.boards_global:
-        lines.append(
-            f"{settings.boards_global:,} boards at once play more than the {settings.episodes:,} episodes of the run: "
-            "lower --boards"
-        )
-    if settings.opponent is not None and settings.opponent_difficulty_strategy != "fixed":
-        lines.append(
-            f"--opponent {settings.opponent} does nothing: whom to play follows the strategy "
-            f"{settings.opponent_difficulty_strategy}; add --opponent_difficulty_strategy fixed"
-        )
-    if settings.enable_opponent_evasion and settings.evasion_start > settings.episodes:
-        lines.append(
-            f"the evasive opponent is never met: it comes with episode {settings.evasion_start:,}, the run ends with "
-            f"{settings.episodes:,}; pass a part of the run, as in --opponent_evasion_start_episode 0.8"
-        )
-    return lines
 
 
 def _round_up(count: int, ranks: int) -> int:

@@ -9,10 +9,8 @@ a number from 0 to 199, row by row, and a set of cells an integer with a bit for
 # ruff: noqa: B905  (the platform's Python may be too old for zip(strict=…))
 
 import base64
-import sys
 import time
 import traceback
-from collections import namedtuple
 
 import numpy as np
 
@@ -29,9 +27,6 @@ DEPTH = 10  # steps that a flood looks ahead
 ALL = (1 << CELLS) - 1
 FIRST = sum(1 << cell for cell in range(0, CELLS, COLUMNS))  # the first column
 LAST = FIRST << (COLUMNS - 1)
-
-# Cells here are (row, column); `snake` counts from 0; `started` says whether a step has been played
-State = namedtuple("State", "rows columns beans bodies snake started")
 
 ACTOR = []  # (weights, biases) of each layer, float32
 CRITIC = []  # the same
@@ -56,54 +51,42 @@ def my_controller(observation, action_space=None, is_act_continuous=False):
     direction = UP
     for play in (choose, flee):
         try:
-            direction = play(read(observation))
+            direction = play(*read(observation))
             break
         except Exception as error:  # a match goes on, with the next best player
-            report(play.__name__, error, observation)
+            if play.__name__ not in failures:
+                failures[play.__name__] = error
+                traceback.print_exc()  # the platform's records of matches go through the root logger
     return [[int(direction == other) for other in range(4)]]
 
 
 def read(observation):
-    """Convert an observation into Python's own integers and tuples.
+    """Convert an observation into beans, the six bodies, the snake asked for, and if a step has been played.
 
     The platform hands over its game's own lists, with NumPy's integers in some of them:
     `1 << numpy.int64(64)` is 0.
     """
     beans, *bodies = (
-        [(int(row), int(column)) for row, column in observation.get(key, ())] for key in range(1, 2 + SNAKES)
+        [COLUMNS * int(row) + int(column) for row, column in observation[key]] for key in range(1, 2 + SNAKES)
     )
-    rows, columns = int(observation["board_height"]), int(observation["board_width"])
-    snake = int(observation["controlled_snake_index"]) - 2
-    last = observation.get("last_direction")
-    started = last is not None and any(last)  # there is none after a reset
-    return State(rows, columns, beans, bodies, snake, started)
+    last = observation["last_direction"]  # there is none after a reset
+    return beans, bodies, int(observation["controlled_snake_index"]) - 2, last is not None and any(last)
 
 
-def report(name, error, observation):
-    """Say on stderr what went wrong, for each function once.
-
-    The platform's records of matches go through the root logger, so none is used.
-    """
-    if name in failures:
-        return
-    failures[name] = error
-    text = f"{name}() cannot play {observation!r}, which is said once\n{traceback.format_exc()}"
-    try:
-        sys.stderr.write(f"submission.py: {text}")
-    except Exception:  # without a stderr there is nobody to tell
-        pass
-
-
-def choose(state):
+def choose(beans, bodies, snake, started):
     """Find the direction that the actor prefers, or that of the search."""
-    if (state.rows, state.columns) != (ROWS, COLUMNS):
-        raise ValueError(f"the model knows boards of {ROWS} x {COLUMNS} cells, not of {state.rows} x {state.columns}")
-    beans, *bodies = ([COLUMNS * row + column for row, column in cells] for cells in (state.beans, *state.bodies))
-    headings = remember(bodies, state.started)
-    team = state.snake // 3
+    headings = remember(bodies, started)
+    team = snake // 3
     if team not in _plans:
         _plans[team] = search(bodies, headings, beans, team)
-    return TURNS[headings[state.snake]][_plans[team][state.snake]]
+    return TURNS[headings[snake]][_plans[team][snake]]
+
+
+def flee(beans, bodies, snake, started):
+    """Find a direction to a cell without a segment, for want of something better."""
+    taken = {cell for body in bodies for cell in body}
+    free = [cell not in taken for cell in neighbours(bodies[snake][0])]
+    return free.index(True) if any(free) else UP
 
 
 def remember(bodies, started):
@@ -276,16 +259,6 @@ def as_placed(head, neck, tail):
     if (row == row_1 and column == column_2) or (row == row_2 and column == column_1):
         return [neck, head, tail]
     return [head, neck, tail]
-
-
-def flee(state):
-    """Find a direction to a cell without a segment, on a board of any size, for want of something better."""
-    taken = {cell for body in state.bodies for cell in body}
-    row, column = state.bodies[state.snake][0]
-    above, below = ((row - 1) % state.rows, column), ((row + 1) % state.rows, column)
-    left, right = (row, (column - 1) % state.columns), (row, (column + 1) % state.columns)
-    free = [cell not in taken for cell in (above, below, left, right)]
-    return free.index(True) if any(free) else UP
 
 
 def find_heading(body, before):

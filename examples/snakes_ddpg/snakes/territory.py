@@ -22,12 +22,8 @@ ANY = 4  # in place of a direction: any of them
 @njit(cache=True, nogil=True)
 def territory(boards: Boards, team: int, actions: np.ndarray) -> None:
     """Go to the beans that the team's snakes can reach first; else to where they own most cells."""
-    free_at = np.empty(CELLS, np.int64)
-    holder = np.empty(CELLS, np.int64)
-    steps, owners, queue = np.empty(CELLS, np.int64), np.empty(CELLS, np.int64), np.empty(CELLS, np.int64)
-    beans = np.empty(SNAKES, np.int64)
-    other_beans = np.empty(SNAKES, np.int64)
-    firsts = np.empty(SNAKES, np.int64)
+    free_at, holder, steps, owners, queue = np.empty((5, CELLS), np.int64)
+    beans, other_beans, firsts = np.empty((3, SNAKES), np.int64)
     for b in range(len(actions)):
         _fill_bodies(boards, b, free_at, holder)
         firsts[:] = ANY
@@ -180,7 +176,7 @@ def _first_step(boards, b, s, goal, steps, owners, queue, firsts):
         if steps[at] > 1:
             for direction in range(4):
                 cell = NEXT[at, direction]
-                if steps[cell] == steps[at] - 1 and owners[cell] >> s & 1 and not _holds(queue, known, cell):
+                if steps[cell] == steps[at] - 1 and owners[cell] >> s & 1 and not np.any(queue[:known] == cell):
                     queue[known] = cell
                     known += 1
             continue
@@ -196,11 +192,6 @@ def _first_step(boards, b, s, goal, steps, owners, queue, firsts):
                 best = direction
                 shared = count
     return best
-
-
-@njit(cache=True)
-def _holds(queue, known, cell):
-    return np.any(queue[:known] == cell)
 
 
 @njit(cache=True)

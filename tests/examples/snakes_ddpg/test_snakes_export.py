@@ -356,7 +356,12 @@ def state_with(body: list[list[int]], heading: int = 0) -> dict[str, Any]:
 
 def test_a_heading_into_the_neck_lasts_for_the_step_of_the_respawn_alone(monkeypatch):
     headings = []
-    monkeypatch.setattr(template, "look", lambda bodies, beans, snake, heading: headings.append(heading))
+
+    def look(bodies: Any, beans: Any, snake: int, heading: int) -> list[int]:
+        headings.append(heading)
+        return [0] * FEATURES
+
+    monkeypatch.setattr(template, "look", look)
     monkeypatch.setattr(template, "think", lambda layers, seen: np.zeros(3))
     alive, back = state_with([[5, 5], [5, 6], [5, 7]]), state_with([[9, 0], [0, 0], [0, 19]])
     moved = state_with([[8, 0], [9, 0], [0, 0]])
@@ -367,19 +372,16 @@ def test_a_heading_into_the_neck_lasts_for_the_step_of_the_respawn_alone(monkeyp
         ask(back, None, 0),  # a new game, which starts in the same place
         ask(alive, back, 0),  # put back where nothing wraps
     ):
-        template.choose(template.read(told))
+        template.choose(*template.read(told))
     assert headings[::SNAKES] == [2, 1, 0, 0, 2]
 
 
-def test_on_another_board_a_submission_goes_where_nothing_is_and_says_so_once(submission, capsys, caplog):
-    player = runpy.run_path(str(submission))
+def test_after_an_error_a_submission_goes_where_nothing_is_and_says_so_once(player, capsys, caplog):
     state = state_with([[0, 0], [1, 0], [2, 0]])
-    state["bodies"][1] = [[11, 0], [11, 19], [0, 19]]
-    told = {**ask(state, None, 0), "board_height": 12}
-    assert [player["my_controller"](told, None, False) for _ in range(3)] == [[[0, 0, 0, 1]]] * 3
-    error = capsys.readouterr().err
-    assert error.count("knows boards of 10 x 20 cells, not of 12 x 20") == 1
-    assert error.startswith("submission.py: choose() cannot play {1: ")
+    state["bodies"][1] = [[9, 0], [9, 19], [0, 19]]
+    player["think"] = None
+    assert [player["my_controller"](ask(state, None, 0), None, False) for _ in range(3)] == [[[0, 0, 0, 1]]] * 3
+    assert capsys.readouterr().err.count("TypeError: 'NoneType' object is not callable") == 1
     assert list(player["failures"]) == ["choose"]
     assert caplog.records == []  # the original's root logger writes the record of the match
 
@@ -388,14 +390,14 @@ def test_on_another_board_a_submission_goes_where_nothing_is_and_says_so_once(su
 def test_in_a_match_nothing_raises(submission, observation, capsys):
     controller = runpy.run_path(str(submission))["my_controller"]
     assert controller(observation, None, False) == [[1, 0, 0, 0]]
-    assert "flee() cannot play" in capsys.readouterr().err  # but it is told
+    assert "Traceback" in capsys.readouterr().err  # but it is told
 
 
 def test_a_snake_without_a_free_cell_goes_up():
     state = state_with([[0, 0], [1, 0], [2, 0]])
     state["bodies"][1] = [[9, 0], [9, 1], [0, 1]]
     state["bodies"][2] = [[0, 19], [1, 19], [2, 19]]
-    assert template.flee(template.read(ask(state, None, 0))) == 0
+    assert template.flee(*template.read(ask(state, None, 0))) == 0
 
 
 def test_a_submission_may_be_read_by_an_older_python(submission):
@@ -425,19 +427,18 @@ def test_a_submission_that_does_not_play_as_the_model_is_not_written(is_refused)
 def test_a_submission_that_takes_integers_as_they_come_is_not_written(is_refused):
     # NumPy 1 shifts to 0 in silence, NumPy 2 raises
     match = r"of the submission raised OverflowError|of 600 moves of the submission"
-    is_refused("(int(row), int(column))", "(row, column)", match)
+    is_refused("COLUMNS * int(row) + int(column)", "COLUMNS * row + column", match)
 
 
 @pytest.mark.parametrize(
     ("good", "bad", "error"),
     [
         ("for _ in range(DEPTH):", "for _ in range(DEPTH // (len(bodies[snake]) < 4)):", "ZeroDivisionError"),
-        ('observation.get("last_direction")', 'observation["last"]', "KeyError: 'last'"),
+        ('observation["last_direction"]', 'observation["last"]', "KeyError: 'last'"),
     ],
 )
-def test_a_submission_that_raises_inside_is_not_written(is_refused, capsys, good, bad, error):
+def test_a_submission_that_raises_inside_is_not_written(is_refused, good, bad, error):
     is_refused(good, bad, rf"choose\(\) of the submission raised {error}")
-    assert capsys.readouterr().err == ""
 
 
 def test_what_cannot_be_exported_is_told_on_one_line(model, tmp_path, monkeypatch):

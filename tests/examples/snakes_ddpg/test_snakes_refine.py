@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import runpy
 import sys
-from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -46,8 +45,7 @@ def test_a_return_is_what_the_team_gains_on_the_other_from_there_on(search: Sear
             leads.append((game.scores()[:, side] - game.scores()[:, 1 - side]).tolist())
             OPPONENTS["greedy"](boards, team, actions)
 
-    draws = {side: repeat(np.ones((4, 3, 4)))}
-    [played] = program()["play"](Greedy(search.actor, search.critic), OPPONENTS["greedy"], side, game, draws)
+    [played] = program()["play"](Greedy(search.actor, search.critic), OPPONENTS["greedy"], side, game)
     leads.append((game.scores()[:, side] - game.scores()[:, 1 - side]).tolist())
     look = np.empty((4, 3, FEATURES), np.float32)
     observe(game.boards, side, look)

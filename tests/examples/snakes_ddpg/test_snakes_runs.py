@@ -64,9 +64,9 @@ def test_the_latest_run_is_the_latest_that_has_what_is_asked_for(root):
         runs.find_run("latest", root, "checkpoints/latest")
 
 
-def test_a_folder_that_cannot_be_made_is_told_with_the_flag_for_another(tmp_path):
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match=r"cannot make a run's folder in .*/file: File exists; .*--runs_folder"):
+    with pytest.raises(OSError, match=r"Not a directory: .*/file/.run1"):
         runs.new_run(tmp_path / "file")
 
 
@@ -90,18 +90,6 @@ def test_models_are_found_by_episode(root):
     assert runs.find_model(2, root=root) == folder / "actor_best.pth"
     (folder / "actor_best.pth").unlink()
     assert runs.find_model(2, root=root) == folder / "actor_1000.pth"
-
-
-@pytest.mark.parametrize(("wanted", "found"), [(900, 900), (999, 900), (4000, 1000), (None, "best")])
-def test_the_models_saved_last_up_to_an_episode_are_found(root, wanted, found):
-    folder = root / "run2_20250102_000000" / "trained_model"
-    actor = runs.find_model(2, wanted, root, or_before=True)
-    assert (actor, runs.critic_of(actor)) == (folder / f"actor_{found}.pth", folder / f"critic_{found}.pth")
-
-
-def test_before_the_first_save_there_is_no_model(root):
-    with pytest.raises(FileNotFoundError, match=r"actor_7.pth; the episodes of this run are: 900, 1000, best"):
-        runs.find_model(2, 7, root, or_before=True)
 
 
 def test_a_missing_model_is_told_with_those_that_exist(root):
@@ -138,7 +126,7 @@ def test_what_a_user_writes_means_an_actor(root, text, name):
         ("run3:900", r"run3_\*; the runs in .* are: 1, 2, 10"),
         ("run2:901", "actor_901.pth; the episodes of this run are: 900, 1000, best"),
         ("run10:best", "actor_best.pth; the episodes of this run are: 5"),
-        ("run10:refined", "actor_refined.pth; python rl_trainer/refine.py run10 makes it"),
+        ("run10:refined", "actor_refined.pth; the episodes of this run are: 5"),
         ("gone/actor_5.pth", "there is no file gone/actor_5.pth"),
         ("greddy", "there is no .*greddy; the runs in"),
     ],
@@ -153,7 +141,7 @@ def test_a_run_means_its_refined_model_until_a_better_one_is_saved(root):
     folder = root / "run10_20240101_000000" / "trained_model"
     assert runs.parse("latest:refined", root) == folder / "actor_refined.pth"
     assert runs.parse("latest", root) == folder / "actor_refined.pth"
-    assert runs.parse("latest", root, refined=False) == runs.parse("latest:5", root) == folder / "actor_5.pth"
+    assert runs.parse("latest:5", root) == folder / "actor_5.pth"
     assert runs.find_model("latest", root=root) == folder / "actor_5.pth"  # to train on from
     later = (folder / "actor_refined.pth").stat().st_mtime + 10
     (folder / "actor_best.pth").write_bytes(b"")
