@@ -33,11 +33,12 @@ def main() -> None:
     parser.add_argument("--opponents", nargs="+", default=list(LADDER), help="who plays, each on as many boards")
     parser.add_argument("--boards", type=int, default=1024, help="played at once")
     parser.add_argument("--batch_size", type=int, default=6144, help="rows per optimiser step")
+    parser.add_argument("--bfloat16", action="store_true", help="for the networks' second layers")
     parser.add_argument("--steps", type=int, default=150, help="of all boards")
     args = parser.parse_args()
     torch.set_num_threads(1)
     cpu = torch.device("cpu")
-    agent = DDPG(cpu, hidden=128, a_lr=3e-3, c_lr=3e-3, gamma=0.97, tau=0.01)
+    agent = DDPG(cpu, hidden=128, a_lr=3e-3, c_lr=3e-3, gamma=0.97, tau=0.01, bfloat16=args.bfloat16)
     collector = Collector(range(args.boards), args.boards, 1, episode_length=200, transitions=65 * 3 * args.boards)
     players = [OPPONENTS[name] for name in args.opponents]
     rng = np.random.default_rng(1)

@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared.program import one_message, user_error
 from snakes import opponents, runs
 from snakes.collector import Collector
-from snakes.ddpg import DDPG, Actor, Critic, load_network
+from snakes.ddpg import DDPG, Actor, Critic, computes_in_bfloat16, load_network
 from snakes.evaluation import Result, play_games
 from snakes.search import Policy
 from snakes.settings import (
@@ -120,6 +120,8 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: ddpkit.Sto
         c_lr=settings.critic_lr,
         gamma=settings.gamma,
         tau=settings.tau,
+        bfloat16=settings.precision == "bfloat16"
+        or (settings.precision == "auto" and job.device.type == "cpu" and computes_in_bfloat16()),
     )
     checkpoints = ddpkit.Checkpointer(settings.folder / "checkpoints", keep=2)
     total = Counter(dict.fromkeys(COUNTERS, 0))

@@ -117,6 +117,8 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--gamma", type=share, default=0.97, help="discount per step")
     add("--tau", type=share, default=0.01, help="part of the way that the targets go per optimiser step")
     add("--hidden", type=count, default=128, help="width of the hidden layers")
+    text = "of the networks' second layers; auto: bfloat16 on a CPU with instructions for it"
+    add("--precision", choices=("auto", "float32", "bfloat16"), default="auto", help=text)
     add("--output_activation", choices=("softmax",), default="softmax", help="of the actor")
 
     group = parser.add_argument_group("exploration and opponents")
