@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Pause:
-    """Sleeps between polls: 50 microseconds at first, then a twentieth of the time that it has waited, at most 20 ms."""
+    """Sleeps between polls: at first 50 microseconds, then a twentieth of the time waited, at most 20 ms."""
 
     def __init__(self, first: float = 50e-6, longest: float = 0.02) -> None:
         self._seconds = first

@@ -859,7 +859,7 @@ def test_a_state_inside_an_epoch_is_not_given_to_a_sampler_that_cannot_resume():
         loader.load_state_dict({"epoch": 5, "batches": 3})
     with pytest.raises(TypeError, match="A sampler's state is a dict, got a int"):
         loader.load_state_dict(5)
-    with pytest.raises(ValueError, match="epoch 5 with None batches done is nothing to go on from"):
+    with pytest.raises(ValueError, match="the state has epoch 5 with None batches done"):
         loader.load_state_dict({"epoch": 5, "consumed": 3})
     assert loader.epoch == 0
 
@@ -960,7 +960,7 @@ def test_a_stream_without_shards_is_not_read_by_several_workers():
         (ValueError, {"dataset": Stream(), "batch_size": None}, "batch_size must be a positive integer, got None"),
         (ValueError, {"dataset": []}, "The dataset is empty"),
         (ValueError, {"dataset": [], "train": False}, "The dataset is empty"),
-        (ValueError, {"batch_size": 9, "drop_last": True}, "drop_last=True leaves nothing of 8 samples"),
+        (ValueError, {"batch_size": 9, "drop_last": True}, "drop_last=True drops all 8 samples"),
         (ValueError, {"train": False, "shuffle": True}, "remove shuffle and drop_last"),
         (ValueError, {"train": False, "drop_last": True}, "remove shuffle and drop_last"),
         (ValueError, {"sampler": RandomSampler(range(8)), "shuffle": True}, "Remove shuffle"),

@@ -108,7 +108,7 @@ def test_a_state_of_a_stream_is_for_as_many_ranks_and_workers_inside_an_epoch_al
     alone = make_loader(Rows(12), 2, num_workers=1)
     with pytest.raises(ValueError, match="num_replicas was 2 when the state was saved and is 1 now"):
         alone.load_state_dict(states[0])
-    with pytest.raises(ValueError, match="epoch 1 with -1 batches done is nothing to go on from"):
+    with pytest.raises(ValueError, match="the state has epoch 1 with -1 batches done"):
         alone.load_state_dict({"epoch": 1, "batches": -1})
     assert alone.state_dict()["epoch"] == 0
     alone.load_state_dict(end)
