@@ -175,7 +175,7 @@ def test_as_many_steps_in_a_row_as_are_allowed_are_skipped_and_one_more_is_an_er
         assert "samples" not in said[1]  # of earlier loaders
     if rank == last:
         assert [record.exc_info is not None for record in caplog.records].count(True) == 4
-    with pytest.raises(BadStepError, match="3 steps in a row could not be taken, and 2 may be skipped") as caught:
+    with pytest.raises(BadStepError, match="3 steps in a row were bad, and max_skips is 2") as caught:
         with guard:
             if rank == last:
                 raise ValueError(f"bad on rank {rank}")
@@ -562,8 +562,8 @@ def test_the_end_of_the_data_is_no_bad_step(rank: int) -> None:
         (lambda: StepGuard([nn.Linear(1, 1)]), TypeError, "takes modules and tensors, got list: unpack a list with *"),
         (lambda: StepGuard(), ValueError, "needs modules with parameters that are trained"),
         (lambda: StepGuard(nn.Linear(1, 1).requires_grad_(False)), ValueError, "parameters that are trained"),
-        (lambda: StepGuard(nn.Linear(1, 1), errors=[OSError]), TypeError, "errors must be a class of exceptions"),
-        (lambda: StepGuard(nn.Linear(1, 1), errors=BaseException), TypeError, "errors must be a class of exceptions"),
+        (lambda: StepGuard(nn.Linear(1, 1), errors=[OSError]), TypeError, "errors must be an exception class"),
+        (lambda: StepGuard(nn.Linear(1, 1), errors=BaseException), TypeError, "errors must be an exception class"),
         (lambda: StepGuard(nn.Linear(1, 1), max_skips=-1), ValueError, "max_skips"),
         (lambda: StepGuard(nn.Linear(1, 1), max_pieces=0), ValueError, "max_pieces"),
     ],

@@ -411,8 +411,7 @@ def _in_another_order() -> list[str]:
 def test_equal_parts_in_another_order_are_an_error_that_says_where(world_size):
     others = "rank 0" if world_size == 2 else "ranks 0, 1"
     heads = [
-        "ReplicaMismatchError: The ranks hold equal entries in different orders: entry 2 is parameter "
-        "critic.weight",
+        "ReplicaMismatchError: The ranks hold equal entries in different orders: entry 2 is parameter critic.weight",
         "MismatchError: sync_buffers(how='mean') needs the same order on every rank, but entry 3 is "
         "critic.running_mean",
         "MismatchError: wrap_model needs the same order on every rank, but entry 6 is critic.weight",
