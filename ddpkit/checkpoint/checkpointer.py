@@ -50,7 +50,7 @@ class Checkpointer:
     A checkpoint is one file that plain `torch.load` can read:
     `torch.load(path)["state"]["model"]`. For sharded tensors (`fully_shard`, HSDP, tensor
     parallelism) the file holds the shapes, and each rank writes its own pieces beside it. A checkpoint
-    becomes visible when it is complete and on the disk; the text file `latest` then lists it, last
+    becomes visible when it is complete and on the disk; the text file `latest` then lists it, last written
     first. While a `Checkpointer` that has saved exists, no other job can save into its folder, nor
     can one in this job with other `keep` or `keep_best`.
 

@@ -265,7 +265,7 @@ class _Survivors:
     def begin(self, context: Context) -> None:
         """Start with all ranks of the job."""
         if self._least > context.world_size:
-            raise ValueError(f"min_ranks={self._least}, but the job has only {context.world_size} ranks.")
+            raise ValueError(f"min_ranks={self._least} is more than the world size, {context.world_size}.")
         if not current_job.owns_group():
             raise DdpkitError("survive() creates the process group, again for each attempt: do not create one before.")
         self.context = context
