@@ -170,7 +170,7 @@ def test_as_many_steps_in_a_row_as_are_allowed_are_skipped_and_one_more_is_an_er
     said = [record.getMessage() for record in caplog.records if "All ranks" in record.getMessage()]
     assert len(said) == (4 if rank == 0 else 0)
     if rank == 0:
-        assert said[1].startswith("All ranks skip this step (in a row: 2, in all: 2):")
+        assert said[1].startswith("All ranks skip this step (2 in a row, 2 in total):")
         assert f"rank {last}: ValueError: bad on rank {last}" in said[1]
         assert "samples" not in said[1]  # of earlier loaders
     if rank == last:
@@ -560,8 +560,8 @@ def test_the_end_of_the_data_is_no_bad_step(rank: int) -> None:
     [
         (lambda: StepGuard(nn.Sequential(nn.SyncBatchNorm(2))), TypeError, "SyncBatchNorm exchanges statistics"),
         (lambda: StepGuard([nn.Linear(1, 1)]), TypeError, "takes modules and tensors, got list: unpack a list with *"),
-        (lambda: StepGuard(), ValueError, "needs modules with parameters that are trained"),
-        (lambda: StepGuard(nn.Linear(1, 1).requires_grad_(False)), ValueError, "parameters that are trained"),
+        (lambda: StepGuard(), ValueError, "needs modules with trainable parameters"),
+        (lambda: StepGuard(nn.Linear(1, 1).requires_grad_(False)), ValueError, "trainable parameters"),
         (lambda: StepGuard(nn.Linear(1, 1), errors=[OSError]), TypeError, "errors must be an exception class"),
         (lambda: StepGuard(nn.Linear(1, 1), errors=BaseException), TypeError, "errors must be an exception class"),
         (lambda: StepGuard(nn.Linear(1, 1), max_skips=-1), ValueError, "max_skips"),
