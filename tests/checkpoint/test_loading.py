@@ -140,4 +140,4 @@ def test_learning_rates_of_another_global_batch_are_kept_and_said(
     checkpointer.load_latest(optimizer=other)
     assert other.param_groups[0]["lr"] == pytest.approx(0.8)
     (said,) = caplog.messages
-    assert "rates of optimizer were scaled by 8 when it was saved, and by 2 here" in said and "by 0.25." in said
+    assert "rates of optimizer were scaled by 8 when saved, and by 2 here" in said and "by 0.25." in said

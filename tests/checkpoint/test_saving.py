@@ -123,7 +123,7 @@ def test_each_rank_gets_its_own_back_when_asked_to(tmp_path: Path, nprocs: int) 
     on_ranks(save_what_may_differ, nprocs, str(tmp_path), timeout=60.0)
     for others in (1, 2) if nprocs == 3 else (1, 3):
         for said in on_ranks(load_on_others, others, str(tmp_path)):
-            assert f"holds part, mine, different of each of {nprocs} ranks, and this job has {others}" in said
+            assert f"holds part, mine, different for each of {nprocs} ranks, but this job has {others}" in said
 
 
 def load_on_others(folder: str) -> str:

@@ -418,7 +418,7 @@ def test_equal_parts_in_another_order_are_an_error_that_says_where(world_size):
     ]
     for found in on_ranks(_in_another_order, world_size):
         for text, head in zip(found, heads, strict=True):
-            assert text.startswith(f"{head} on {others}; ") and f" on rank {world_size - 1}. A set" in text, text
+            assert text.startswith(f"{head} on {others}; ") and f" on rank {world_size - 1}. Sets" in text, text
 
 
 def _two_networks() -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:

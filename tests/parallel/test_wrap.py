@@ -163,7 +163,7 @@ _REFUSED_OPTIONS = {
     "wrap_model() has no option device_ids. ": {"device_ids": [0]},
     "wrap_model() has no option module. ": {"module": nn.Linear(2, 1)},
     "wrap_model() has no option init_sync. ": {"init_sync": False},
-    "wrap_model() has no option bucket_cap: did you mean bucket_cap_mb? Of torch": {"bucket_cap": 25},
+    "wrap_model() has no option bucket_cap: did you mean bucket_cap_mb? With torch": {"bucket_cap": 25},
     "strategy must be auto, ddp or dp, got SGD": {"strategy": torch.optim.SGD(nn.Linear(1, 1).parameters())},
 }
 

@@ -339,7 +339,7 @@ def test_all_ranks_have_one_secret_or_none(odd: int, tmp_path: Path) -> None:
     ended = run(train, envs, str(tmp_path), [], timeout=120)
     assert [e.code for e in ended] == [1, 1, 1]
     for e in ended:
-        assert "DDPKIT_SECRET is not the same here and on rank 0" in e.output, e.output
+        assert "DDPKIT_SECRET differs between this rank and rank 0" in e.output, e.output
 
 
 def test_a_secret_that_can_be_guessed_is_refused(tmp_path: Path) -> None:
