@@ -107,7 +107,7 @@ def _put_back(number: int) -> None:
 
 @atexit.register
 def _ignore_at_exit() -> None:
-    """Ignore these signals while the interpreter ends: it restores defaults, by which they kill."""
+    """Ignore these signals while the interpreter exits: it restores defaults, which kill the process."""
     if os.getpid() != _process.pid:
         return
     for number in _process.former:

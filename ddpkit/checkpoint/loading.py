@@ -244,10 +244,10 @@ def _explain_misfits(
 
 def _explain_module(module: nn.Module, there: Any) -> list[str]:
     if not has_names(there):
-        return [f"is a {type(there).__name__} there, not a model's state dict"]
+        return [f"is a {type(there).__name__} in the checkpoint, not a model's state dict"]
     here = module_state(module)
-    found = [f"has {key} here, not there" for key in here if key not in there]
-    found += [f"has {key} there, not here" for key in there if key not in here]
+    found = [f"has {key} here, not in the checkpoint" for key in here if key not in there]
+    found += [f"has {key} in the checkpoint, not here" for key in there if key not in here]
     for key, value in here.items():  # in this order on every rank, unlike a set
         if key in there:
             found.append(_explain_entry(key, value, there[key]))
@@ -257,7 +257,7 @@ def _explain_module(module: nn.Module, there: Any) -> list[str]:
 def _explain_entry(key: str, here: Any, there: Any) -> str:
     """Explain why one entry of a model's state does not fit; "" if it does."""
     if _shape(there) != _shape(here):
-        return f"has {key} of shape {_shape(there)} there, of {_shape(here)} here"
+        return f"has {key} of shape {_shape(there)} in the checkpoint, {_shape(here)} here"
     if not isinstance(here, Tensor):
         return ""
     if here.is_meta:
@@ -274,15 +274,15 @@ def _explain_kind(here: Description, there: Description) -> list[str]:
     if not there[0] or not here[0]:  # such as a state dict saved as plain data
         return []
     if here[0] != there[0]:
-        return [f"is {there[0]} there, {here[0]} here"]
+        return [f"is {there[0]} in the checkpoint, {here[0]} here"]
     sizes, saved_sizes = ([len(group) for group in shapes] for shapes in (here[1], there[1]))
     if sizes != saved_sizes:
-        return [f"has groups of {saved_sizes} tensors there, of {sizes} here"]
+        return [f"has groups of {saved_sizes} tensors in the checkpoint, of {sizes} here"]
     found = []
     for index, (group, saved_group) in enumerate(zip(here[1], there[1], strict=True)):
         for i, (shape, saved) in enumerate(zip(group, saved_group, strict=True)):
             if shape != saved:
-                found.append(f"has tensor {i} of group {index} of shape {saved} there, of {shape} here")
+                found.append(f"has tensor {i} of group {index} of shape {saved} in the checkpoint, {shape} here")
     return found
 
 
@@ -297,7 +297,7 @@ def explain_loss(name: str, saved: Tensor, dtype: torch.dtype) -> str:
     if saved.dtype == dtype or saved.is_meta or _holds(dtype, saved):
         return ""
     there = name_dtype(saved.dtype)
-    return f"has {name} of {there} there, of {name_dtype(dtype)} here, which does not hold its values"
+    return f"has {name} as {there} in the checkpoint, {name_dtype(dtype)} here, which cannot hold its values"
 
 
 def _holds(dtype: torch.dtype, saved: Tensor) -> bool:
@@ -331,6 +331,6 @@ def _explain_conflicts(objects: Mapping[str, Any], states: Mapping[str, Any]) ->
             path = path_to(name, key)
             other, saved = firsts.setdefault(place_of(here), (path, there))
             if saved is not there and digest(saved) != digest(there):
-                problem = f"{other} and {path} differ there, but share memory here"
+                problem = f"{other} and {path} differ in the checkpoint, but share memory here"
                 found.append(f"{problem}: untie them, or load equal ones")
     return found

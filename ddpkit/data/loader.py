@@ -374,7 +374,7 @@ class Loader(DataLoader[Any]):
             raise
         except Exception as error:
             if self.num_workers > 0 and not is_from_worker(error):
-                raise DdpkitError(f"The loader has lost a worker, or one is late: {describe_error(error)}") from error
+                raise DdpkitError(f"The loader lost a worker, or one timed out: {describe_error(error)}") from error
             self._count_batch(loop)
             raise
         self._count_batch(loop)

@@ -104,7 +104,7 @@ def _wrapped(values: Positions, size: int) -> Positions:
     return np.minimum(unsigned, smaller).view(np.int64)
 
 
-# The reader for which samples are dealt.
+# One of the readers that split a dataset.
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Place:
         """Raise if this process has another rank now, or the job another number of ranks.
 
         Args:
-            name: What deals the samples, for the message.
+            name: The caller, for the message.
 
         Raises:
             DdpkitError: If either has changed.

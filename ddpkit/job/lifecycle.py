@@ -137,7 +137,7 @@ def _check_place(said: Launch | None, found: Launch) -> None:
     """Raise for a place that is not that of the joined job, or of the existing group."""
     if said is not None and (said.rank, said.world_size) != (found.rank, found.world_size):
         raise ValueError(
-            f"This process is rank {found.rank} of {found.world_size} already, but setup() was told rank {said.rank} "
+            f"This process is rank {found.rank} of {found.world_size} already, but setup() was passed rank {said.rank} "
             f"of {said.world_size}."
         )
 

@@ -242,7 +242,7 @@ def _exit_with_parent(pipe: Connection) -> None:
 
 @contextmanager
 def _copied_output() -> Iterator[dict[int, Connection]]:
-    """Copy output to this process's own streams from pipes, whose write ends this yields.
+    """Copy output to this process's own streams from pipes; yield their write ends.
 
     They are yielded by the descriptor that they replace in the ranks; none if this process has no streams of its own,
     because the ranks then write to the same descriptors.

@@ -176,7 +176,7 @@ def _signals() -> Iterator[int]:
 
 
 def _handled_with(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception, the members of a group, and the exceptions during whose handling it was raised.
+    """Yield an exception, the members of a group, and the exceptions being handled when it was raised.
 
     Not its causes: a script may name one long after handling it.
     """

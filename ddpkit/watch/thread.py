@@ -434,9 +434,9 @@ class WatchThread(threading.Thread):
             _log(logging.ERROR, headline)
 
     def _break_down(self, error: BaseException) -> None:
-        """Tell all ranks that this one is no longer watched, and see to it that it ends."""
+        """Tell all ranks that the watch of this one failed, and end this rank."""
         session = self._session
-        words = f"its watch broke down, so it would hear of no failure: {describe_error(error)}"
+        words = f"its watch failed, so it cannot detect failures: {describe_error(error)}"
         failure = self._failure_of(session.rank, "unwatched", words)
         _log(logging.CRITICAL, f"Rank {session.rank} fails: {words}", error)
         with suppress(Exception):
@@ -483,7 +483,7 @@ def _warn(text: str) -> None:
 
 @functools.cache
 def _all_connections() -> weakref.WeakSet[Connections]:
-    """Return those that a forked child closes, for it would hold them open after this process's death."""
+    """Return the connections that forked children close, so that they end with this process."""
     everywhere: weakref.WeakSet[Connections] = weakref.WeakSet()
 
     def close_all() -> None:

@@ -340,9 +340,9 @@ def load_what_does_not_fit(folder: str) -> dict[str, str]:
 def test_a_load_that_fails_says_why_on_every_rank(tmp_path: Path) -> None:
     for said in on_ranks(load_what_does_not_fit, 2, str(tmp_path)):
         assert "Rank 1: RuntimeError: not today\nThe objects are in an undefined state" in said["refused"]
-        assert "of float32 there, of float16 here, which does not hold its values" in said["dtype"]
+        assert "as float32 in the checkpoint, float16 here, which cannot hold its values" in said["dtype"]
         assert "nothing was loaded" in said["dtype"]
-        assert "has 0.weight of shape (7, 5) there, of (8, 5) here" in said["shape"]
+        assert "has 0.weight of shape (7, 5) in the checkpoint, (8, 5) here" in said["shape"]
 
 
 def damage(folder: str) -> list[Any]:

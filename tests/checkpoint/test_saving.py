@@ -108,7 +108,7 @@ def save_what_may_differ(folder: str) -> list[Any]:
     rest = checkpoints.load_latest(**state, part=part, different=different)
     assert different.param_groups[0]["lr"] == 0.1
     of_another = torch.optim.Adagrad(nn.Linear(2, 2).parameters()) if rank == 1 else different
-    with pytest.raises(CheckpointError, match="Rank 1: .*\n.*different is Adam there, Adagrad here"):
+    with pytest.raises(CheckpointError, match="Rank 1: .*\n.*different is Adam in the checkpoint, Adagrad here"):
         checkpoints.load(path, different=of_another)
     assert rest["mine"]["rank"] == rank and len(rest["mine"]["t"]) == rank and rest.keys() == {"step", "mine"}
     assert part.moment.tolist() == [rank + 1.0] * (2 + rank)

@@ -467,8 +467,8 @@ def test_a_rank_whose_watch_breaks_down_fails_and_all_hear_why() -> None:
     ended = run(lose_the_watch, [platform_env(rank, 3, port) for rank in range(3)])
     for end in ended:
         assert end.code == 1, end
-        assert "rank 1 (" in end.output and "unwatched: its watch broke down" in end.output, end.output
-    assert "Rank 1 fails: its watch broke down" in ended[1].output, ended[1].output
+        assert "rank 1 (" in end.output and "unwatched: its watch failed" in end.output, end.output
+    assert "Rank 1 fails: its watch failed" in ended[1].output, ended[1].output
 
 
 def write_nonsense() -> None:
