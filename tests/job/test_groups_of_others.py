@@ -158,7 +158,7 @@ def test_what_deals_samples_is_not_used_with_other_ranks_than_it_was_made_for() 
         if rank == 2:
             continue
         for name, text in zip(names, found[12:17], strict=True):
-            assert text.startswith(name) and f"was made for rank {rank} of 3, but this is rank {rank} of 2" in text
+            assert text.startswith(name) and f"was made for rank {rank} of 3, but this is now rank {rank} of 2" in text
         assert found[17:] == ["chosen 3", *(f"{name} 3" for name in names), "chosen 3"]
 
 
