@@ -632,7 +632,7 @@ def test_it(rank, number):
 def test_mistakes_in_the_marker_are_said_when_tests_are_collected(pytester: pytest.Pytester) -> None:
     _, text = run(pytester, "@pytest.mark.ranks()\ndef test_it(): pass\n")
     assert "ranks() takes numbers of ranks, for example ranks(1, 2, 3)" in text
-    with pytest.raises(pytest.UsageError, match=r"ranks\(\) knows \['fresh', 'join', 'timeout'\], not \['limit'\]"):
+    with pytest.raises(pytest.UsageError, match=r"ranks\(\) takes \['fresh', 'join', 'timeout'\], got \['limit'\]"):
         hooks._check(pytest.mark.ranks(2, limit=3).mark, "test_it")
     with pytest.raises(pytest.UsageError, match=r"ranks\(\) takes a timeout in seconds above 0, got '3'"):
         hooks._check(pytest.mark.ranks(2, timeout="3").mark, "test_it")
