@@ -215,10 +215,10 @@ class Loader(DataLoader[Any]):
     def peek(self) -> Any:
         """Return the first batch of the next loop, without counting it.
 
-        Use it to look at shapes or to trace a model. It is loaded in this process; the generators of
-        `random`, NumPy and torch are restored, so augmentations differ from a worker's. If the epoch
-        has no batches left, it returns the dataset's first samples; of a stream, always the epoch's
-        first batch.
+        Use it to look at shapes or to trace a model. It is loaded in this process, with other random
+        numbers than in a worker, and the generators of `random`, NumPy and torch are restored. If the
+        epoch has no batches left, it returns the dataset's first samples; of a stream, always the
+        epoch's first batch.
         """
         with generators_kept():
             batching: dict[str, Any] = {"batch_size": self.batch_size}

@@ -49,7 +49,7 @@ def seed_everything(seed: int, per_rank: bool = False) -> int:
             rank 0) differ.
 
     Returns:
-        The seed used on this rank: `seed`, or its mixture with the rank.
+        The seed used on this rank, either `seed` or its mixture with the rank.
 
     Raises:
         ValueError: If the seed is out of range.

@@ -167,7 +167,7 @@ class ScalePlan:
 
     @property
     def per_rank_batch_size(self) -> int:
-        """Return the samples per forward on one rank: the `batch_size` of its loader."""
+        """Return the samples per forward on one rank, which is the `batch_size` of its loader."""
         if self.keep == "per_rank":
             return self.base_batch_size
         return self.base_batch_size // self._micro_batches

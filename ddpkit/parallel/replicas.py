@@ -50,7 +50,7 @@ def check_replicas(
     It computes a checksum of every parameter (and whether it is frozen), buffer, optimizer state and
     hyper-parameter (bit patterns, in order), records which modules train and which evaluate, and
     exchanges one digest; only if those differ, the checksums. It takes about 0.5 s per GB on one core
-    and 8 ms on a GPU (H200): call it after loading, before saving, or every few hundred steps.
+    and 8 ms on a GPU (H200): call it after loading, before saving, or periodically.
 
     The data-parallel ranks compare (`set_data_parallel`). A DTensor (`fully_shard`, tensor
     parallelism) is compared along the mesh dimensions in which it is replicated: each rank's part
