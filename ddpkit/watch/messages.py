@@ -204,7 +204,7 @@ def fold(activities: Iterable[Activity], world_size: int, processes: Mapping[int
     unreached = [rank for rank in silent if rank > 0 and parent_of(rank) not in answered]
     unanswered = [rank for rank in silent if rank not in unreached]
     if unanswered:
-        words = "no answer; it has left, is stopped, or is in a C call that holds the interpreter lock"
+        words = "no answer; it has left, is stopped, or is in a C call that holds the interpreter"
         lines.append(f"{_name(unanswered)}: {words}")
         lines += [f"    rank {rank}: {processes[rank]}" for rank in unanswered if processes]
     if unreached:
