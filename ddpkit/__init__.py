@@ -1,17 +1,16 @@
-"""One PyTorch training script, unchanged and correct on any number of ranks.
+"""Run one PyTorch training script, unchanged and correct, on any number of ranks.
 
-What a script calls, in the order in which it calls them:
+A script calls, in this order:
 
-    setup             joins the other ranks, or says why it cannot
-    make_loader       gives every rank its share of the data, and resumes it
-    wrap_model        lets the ranks' gradients become one
-    ScalePlan         says what more ranks mean for batch size, learning rate and steps
-    all_reduce_mean   turns this rank's numbers into everybody's
+    setup             joins the ranks into a job; a misconfigured launch raises
+    make_loader       loads each rank's share of the data, and resumes it
+    wrap_model        averages gradients across ranks
+    ScalePlan         adjusts the batch size or the learning rate to the number of ranks
+    all_reduce_mean   averages numbers across ranks
     Checkpointer      saves the run, and restores it on any number of ranks
 
-`ddpkit.__all__` has all names, in the order in which one learns them. What is not in it may change at
-any time, but for the plugin of pytest, `ddpkit.testing`. `python -m ddpkit` shows the tools: check,
-where, doctor and bench.
+`ddpkit.__all__` lists the public names in learning order. Other names may change at any time, except
+the pytest plugin `ddpkit.testing`. `python -m ddpkit` lists the tools: check, where, doctor and bench.
 
 Docs: https://ddpkit.readthedocs.io, or the folder docs/ of a clone.
 
@@ -186,7 +185,7 @@ __all__ = [
 ]
 
 
-_LOADED_AT_USE = {  # by their names, what an ordinary script does not need; also above, for type checkers
+_LOADED_AT_USE = {  # names that most scripts do not need; listed above, too, for type checkers
     "Checkpointer": "checkpoint.checkpointer",
     "gather_batch": "contrastive",
     "gather_exact": "exact.gather",
@@ -205,7 +204,7 @@ _LOADED_AT_USE = {  # by their names, what an ordinary script does not need; als
     "DistributedWeightedSampler": "weighted",
 }
 
-if not TYPE_CHECKING:  # for which it would make every name right
+if not TYPE_CHECKING:  # a type checker would take every name for valid
 
     def __getattr__(name: str) -> Any:
         if name not in _LOADED_AT_USE:
@@ -215,5 +214,5 @@ if not TYPE_CHECKING:  # for which it would make every name right
         return value
 
 
-def __dir__() -> list[str]:  # the rooms are for those who work on ddpkit: only these names stay what they are
+def __dir__() -> list[str]:  # submodules are private: only these names are stable
     return [*__all__, *(name for name in globals() if name.startswith("__"))]

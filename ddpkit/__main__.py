@@ -1,4 +1,4 @@
-"""Lets `python -m ddpkit` run the command line."""
+"""Run the command line with `python -m ddpkit`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Checks of arguments that several rooms take."""
+"""Check arguments that several modules take."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LONGEST = timedelta(days=10_000)  # torch counts nanoseconds in 64 bits
 
 
 def check_timeout(timeout: object) -> None:
-    """Refuse anything but a positive time-out: a number does not say its unit."""
+    """Raise unless a time-out is a positive timedelta: a number has no unit."""
     if not isinstance(timeout, timedelta):
         seconds = timeout if type(timeout) in (int, float) else 30
         raise TypeError(f"timeout must be a datetime.timedelta, such as timedelta(seconds={seconds}), got {timeout!r}.")
@@ -26,27 +26,27 @@ def check_timeout(timeout: object) -> None:
 
 
 def no_option(call: str, name: str, known: Iterable[str]) -> str:
-    """Write that a function has no such keyword, and which one may have been meant."""
-    from difflib import get_close_matches  # only where it is needed: it takes memory
+    """Return a message that a function has no such keyword, with the closest one it has."""
+    from difflib import get_close_matches  # imported only here: it takes memory
 
     near = get_close_matches(name, known, 1)
     return f"{call} has no option {name}: did you mean {near[0]}?" if near else f"{call} has no option {name}."
 
 
 def plain_index(value: Any) -> Any:
-    """Turn any kind of integer but a bool into Python's; leave anything else as it is."""
+    """Convert any integer type except bool to int; return anything else as it is."""
     if isinstance(value, (bool, np.bool_)):
         return value
     if isinstance(value, Tensor) and value.dtype == torch.bool:
         return value
     try:
         return operator.index(value)
-    except Exception:  # whatever a class of somebody's own raises; tensors raise other errors by their size and dtype
+    except Exception:  # user classes raise anything, and tensors' errors depend on size and dtype
         return value
 
 
 def as_integer(value: Any, name: str, least: int = 1) -> int:
-    """Convert an integer of any kind but a bool; raise ValueError if it is none, or less than `least`."""
+    """Convert an integer of any type except bool; raise ValueError if it is not one or is less than `least`."""
     number = plain_index(value)
     if type(number) is not int or number < least:
         expected = "a positive integer" if least == 1 else f"an integer of at least {least}"

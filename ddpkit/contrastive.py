@@ -1,7 +1,7 @@
-"""Join the rows of all ranks to the batch of one process, with gradients: for losses that compare all samples.
+"""Join the rows of all ranks into one batch, with gradients, for losses that compare all samples.
 
-That is a linear map, each rank's rows to all ranks, and its backward is the adjoint: each rank receives the gradients
-that all ranks have for its own rows, and adds them up.
+The join is a linear map from each rank's rows to all ranks. Its backward is the adjoint: each rank receives all ranks'
+gradients for its own rows and adds them up.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ T = TypeVar("T")
 
 @untraced
 def gather_batch(value: T, *, check: bool = True, group: Group | None = None) -> T:
-    """Join the rows of all ranks to the batch that one process would have, with gradients. Collective.
+    """Join the rows of all ranks into the batch of one process, with gradients. Collective.
 
-    It is for losses that compare each sample with all others (CLIP, SimCLR, queues of negatives): compute the loss of
-    the joined batch on every rank. With the gradients averaged by `wrap_model` or `average_gradients`, each step is
-    then that of one process on the joined batch. Its backward is collective, too: every rank must run it. There is no
-    second derivative.
+    Use it for losses that compare each sample with all others (CLIP, SimCLR, queues of negatives): compute the loss of
+    the joined batch on every rank. If `wrap_model` or `average_gradients` averages the gradients, each step equals that
+    of one process on the joined batch. Its backward is collective, too: every rank must run it. There is no second
+    derivative.
 
     Args:
-        value: This rank's tensor of shape (rows, ...), or dicts, lists, tuples and dataclasses of such tensors, which
-            travel together. The number of rows may differ between ranks, and be 0. Same structure, dtypes, trailing
-            shapes, and the same ones that require a gradient, on every rank.
-        check: False on every rank leaves out the check, which also tells the numbers of rows, and that of the backward:
-            all shapes must be equal then. Ranks that differ get wrong values, or hang, or abort.
+        value: This rank's tensor of shape (rows, ...), or dicts, lists, tuples and dataclasses of such tensors. The
+            number of rows may differ between ranks, and be 0. Structure, dtypes, trailing shapes and which tensors
+            require a gradient must be the same on every rank.
+        check: False on every rank skips the check, which also exchanges the numbers of rows, and the check of the
+            backward: all shapes must then be equal. Ranks that differ get wrong values, hang, or abort.
         group: As for `all_reduce_mean`; by default the data-parallel ranks.
 
     Returns:
         The same structure. Each tensor has the rows of all ranks, in the order in which a loader with the same global
-        batch would give them to one process: row 0 of each rank, row 1 of each rank, and so on. Row i of rank r is
-        row ``i * world_size + r`` where the numbers of rows are equal, or where `make_loader` shared out the batch.
+        batch gives them to one process: row 0 of each rank, row 1 of each rank, and so on. Row i of rank r is row
+        ``i * world_size + r`` if the numbers of rows are equal, or if `make_loader` split the batch.
 
     Raises:
         MismatchError: If ranks differ in what must be the same; on the other ranks, if one raises an error below.
         NotSetUpError: If several processes were launched but `setup()` was not called.
-        TypeError: If it holds something else than dense tensors.
+        TypeError: If it holds anything but dense tensors.
         ValueError: If a tensor has no dimensions.
 
     Note:
         In backward each rank gets, for its own rows, the sum over ranks s of dL_s/dz, where L_s is the loss on rank s
-        and z the joined rows. DDP and `average_gradients` take the mean of the parameters' gradients over the W ranks,
-        which is then the gradient of (L_0 + ... + L_{W-1}) / W: of the joined batch's loss L, where every rank
-        computes all of it, or of the mean of the ranks' losses, where each computes a share.
+        and z the joined rows. DDP and `average_gradients` average the parameters' gradients over the W ranks, which
+        gives the gradient of (L_0 + ... + L_{W-1}) / W: of the joined batch's loss L if every rank computes all of it,
+        or of the mean of the ranks' losses if each computes a share.
 
     Example:
         >>> import torch
@@ -66,7 +66,7 @@ def gather_batch(value: T, *, check: bool = True, group: Group | None = None) ->
         tensor([[1.],
                 [2.]])
 
-        On two::
+        On two ranks::
 
             gather_batch(torch.tensor([1, 3]))    # rank 0
             gather_batch(torch.tensor([2]))       # rank 1; both get tensor([1, 2, 3])
@@ -94,7 +94,7 @@ class _Joined(torch.autograd.Function):
         ctx: Any, call: str, fingerprint: str, peers: Peers | None, check: bool, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         by_rank = gather_rows(fingerprint, [as_rows(tensor) for tensor in tensors], peers, check)
-        # counted where all have met; the ranks may come to the backwards of several calls in another order
+        # counted here, where all ranks are in step; they may run the backwards of several calls in another order
         key = current_job.current_session().count(call, subset_of(peers))
         ctx.fingerprint = fingerprint_of(f"the backward of {call}, call number {key.rpartition('/')[2]}")
         ctx.peers = peers
@@ -141,6 +141,6 @@ def _add_up_own(gradient: Tensor, counts: list[int], peers: Peers | None) -> Ten
 
 
 def _turns(counts: list[int]) -> Tensor:
-    """Return, for each row of a batch that a loader dealt to the ranks in turn, its place among their rows by rank."""
+    """Return the place by rank of each row in a batch that a loader dealt to the ranks in turn."""
     turns = np.concatenate([np.arange(count) for count in counts])
     return torch.from_numpy(np.argsort(turns, kind="stable"))

@@ -1,4 +1,4 @@
-"""Errors in the state of the job: each says what was expected, what was found and what to do.
+"""Errors in the state of a job. Each says what was expected, what was found and what to do.
 
 Bad arguments are plain `ValueError` and `TypeError`.
 """
@@ -14,17 +14,17 @@ import traceback
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-# characters of a failure: the store drops connections over values of megabytes
+# characters of a failure: the store closes connections over values of megabytes
 MESSAGE_LENGTH = 10_000
 TRACE_LENGTH = 50_000
 GUIDE = "https://ddpkit.readthedocs.io/en/latest/guide/"
-_OURS = (os.path.dirname(__file__) + os.sep, contextlib.__file__)  # files that a traceback leaves out
+_OURS = (os.path.dirname(__file__) + os.sep, contextlib.__file__)  # files left out of tracebacks
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _Error = TypeVar("_Error", bound="DdpkitError")
 
 
 class DdpkitError(RuntimeError):
-    """The root of ddpkit's own errors; most name the page of the guide that explains them.
+    """Base class of ddpkit's errors. Most name the guide page that explains them.
 
     Example:
         >>> from ddpkit import DdpkitError, detect_launch
@@ -35,24 +35,24 @@ class DdpkitError(RuntimeError):
         LaunchError
     """
 
-    _page = ""  # of the guide
-    _made: float  # when, in this process: so which job's it is, and for how long it has been on its way
+    _page = ""  # guide page
+    _made: float  # creation time in this process, which tells the job it belongs to and its age
 
     def __new__(cls: type[_Error], *args: Any, **kwargs: Any) -> _Error:
-        """Make the error, and note when."""
+        """Create the error, and record the time."""
         error = super().__new__(cls, *args)
         error._made = time.monotonic()
-        if cls._page and sys.version_info >= (3, 11):  # a note, so that what logs and reports quote stays one line
+        if cls._page and sys.version_info >= (3, 11):  # a note, so that logs and reports quote one line
             error.add_note(docs_line(cls._page))
         return error
 
-    def __reduce__(self) -> tuple[Any, ...]:  # subclasses take keywords, so the default would not unpickle
+    def __reduce__(self) -> tuple[Any, ...]:  # subclasses take keywords, which the default cannot unpickle
         state = {name: value for name, value in self.__dict__.items() if name != "_made"}
         return _rebuild, (type(self), self.args, state)
 
 
 class LaunchError(DdpkitError):
-    """The environment hints at several processes but the hints are incomplete, contradictory or shared.
+    """The environment suggests several processes, but its variables are incomplete, contradictory or shared.
 
     Example:
         >>> from ddpkit import detect_launch
@@ -62,7 +62,7 @@ class LaunchError(DdpkitError):
     """
 
     _page = "launching"
-    is_failure = True  # of the rank that raises it
+    is_failure = True  # a failure of the rank that raises it
 
 
 class NotSetUpError(DdpkitError):
@@ -91,7 +91,7 @@ class MismatchError(DdpkitError):
         ... except MismatchError as error:
         ...     print(error)
 
-        On two, of which one has another key::
+        On two ranks with different keys::
 
             all_reduce_mean(value) needs the same structure, dtypes and shapes on every rank, but found:
               value['loss']: number on rank 0; missing on rank 1
@@ -102,7 +102,7 @@ class MismatchError(DdpkitError):
 
 
 class ReplicaMismatchError(DdpkitError):
-    """Model or optimizer state that must be equal on every rank is not.
+    """Models or optimizers that must be equal on every rank differ.
 
     Example:
         >>> import torch
@@ -112,7 +112,7 @@ class ReplicaMismatchError(DdpkitError):
         ... except ReplicaMismatchError as error:
         ...     print(error)
 
-        On two, of which one has another bias::
+        On two ranks with different biases::
 
             1 of 3 entries differ between ranks:
               parameter bias: float32[1] #2144df1c on rank 0; float32[1] #aca16a6a on rank 1
@@ -137,10 +137,10 @@ class CheckpointError(DdpkitError):
 
 
 class BadStepError(DdpkitError):
-    """More steps in a row could not be taken than may be skipped.
+    """More steps in a row failed than may be skipped.
 
     Attributes:
-        ranks: Those on which the last one failed.
+        ranks: Ranks on which the last step failed.
 
     Example:
         >>> import math, torch
@@ -166,9 +166,9 @@ class BarrierTimeoutError(DdpkitError):
     """Some ranks did not arrive in time.
 
     Attributes:
-        missing: `(rank, host)` of those that had not arrived when the first rank gave up.
-        arrived: `(rank, host)` of those that had.
-        elsewhere: Where missing ranks were waiting instead, by rank, as far as they had said so.
+        missing: `(rank, host)` of each rank that had not arrived when the first rank timed out.
+        arrived: `(rank, host)` of each rank that had.
+        elsewhere: Where each missing rank was waiting instead, as far as known, by rank.
 
     Example:
         >>> from datetime import timedelta
@@ -178,7 +178,7 @@ class BarrierTimeoutError(DdpkitError):
         ... except BarrierTimeoutError as error:
         ...     print("not here:", error.missing)
 
-        On two, of which one does not come::
+        On two ranks, when rank 1 does not come::
 
             barrier 'shards': 1 of 2 ranks did not arrive within 1800 s: rank 1 (node2). Arrived: rank 0 (node1).
     """
@@ -201,7 +201,7 @@ class BarrierTimeoutError(DdpkitError):
         self.elsewhere = dict(elsewhere or {})
 
 
-_WITHOUT_ERROR = {  # what a rank did that has raised none
+_WITHOUT_ERROR = {  # failures without an exception
     "left": "left the job ",
     "lost": "was lost: ",
     "silent": "does not answer: ",
@@ -214,11 +214,11 @@ class PeerError(DdpkitError):
 
     Attributes:
         rank: The rank that failed first.
-        host: The host it ran on.
-        error_type: Name of its exception's class; without one "lost" for a process that died, "left" for one that ended
-            or called `teardown()`, "silent" for one that does not answer, "orphaned" for one whose launcher has died.
+        host: Its host.
+        error_type: Class name of its exception. Without an exception: "lost" if its process died, "left" if it exited
+            or called `teardown()`, "silent" if it does not answer, "orphaned" if its launcher died.
         message: The exception's message.
-        traceback: Its formatted traceback, "" where there was none.
+        traceback: Its formatted traceback; "" if there is none.
 
     Example:
         >>> from ddpkit import spawn
@@ -253,34 +253,34 @@ def _rebuild(cls: type[DdpkitError], args: tuple[Any, ...], state: dict[str, Any
 
 
 class RankRejoins(DdpkitError):
-    """The ranks leave their job to begin anew, with a process that takes the place of a lost one."""
+    """The ranks leave their job and join again, with a new process in place of a lost one."""
 
 
-# that each rank raises, not one of them and the others a PeerError
+# every rank raises these; for others, one rank raises and the rest get a PeerError
 ERRORS_OF_ALL_RANKS = (BadStepError, BarrierTimeoutError, CheckpointError, MismatchError, ReplicaMismatchError)
 
 
 def message_of(error: BaseException, length: int = MESSAGE_LENGTH) -> str:
-    """Make the text of an exception, shortened to `length` characters, also where its own `__str__` raises."""
+    """Return an exception's text, shortened to `length` characters, even if its `__str__` raises."""
     try:
         text = str(error)
-    except BaseException as broken:  # SystemExit too: what matters is the error that we are asked about
+    except BaseException as broken:  # SystemExit too: only the original error matters
         text = f"(no message: its __str__ raises {type(broken).__name__})"
     return printable(text[:length])
 
 
 def describe_error(error: BaseException, length: int = MESSAGE_LENGTH) -> str:
-    """Write an exception as the last line of its traceback does: its class and its text, shortened to `length`."""
+    """Format an exception like the last line of its traceback: class and text, shortened to `length`."""
     return f"{type(error).__name__}: {message_of(error, length)}"
 
 
 def docs_line(page: str) -> str:
-    """Write the address of a page of the guide."""
+    """Return a line with the address of a guide page."""
     return f"Docs: {GUIDE}{page}.html"
 
 
 def report_of(error: DdpkitError) -> str:
-    """Write an error with its cause first: what happened, the page that explains it, and where in the script it was."""
+    """Format an error, cause first: what happened, the page that explains it, the place in the script."""
     message, _, details = message_of(error, TRACE_LENGTH).partition("\n\n")
     lines = [f"{type(error).__name__}: {message}"]
     if error._page:
@@ -295,14 +295,14 @@ def report_of(error: DdpkitError) -> str:
 
 
 def trace_of(error: BaseException) -> str:
-    """Format the traceback, "" for an error that was never raised; shortened in the middle if it is long."""
+    """Format an error's traceback, long ones shortened in the middle; "" if it was never raised."""
     if error.__traceback__ is None:
         return ""
     try:
         lines = traceback.format_exception(type(error), error, error.__traceback__)
         if isinstance(error, DdpkitError):
             lines = [report_of(error)]
-    except BaseException:  # an exception may hold anything, and the formatter of a SyntaxError trusts its fields
+    except BaseException:  # exceptions hold arbitrary values, and SyntaxError's formatter trusts its fields
         lines = traceback.format_tb(error.__traceback__)
         lines.append(f"{describe_error(error)}\n")
     text = "".join(lines)
@@ -313,8 +313,8 @@ def trace_of(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """Escape what no encoding has, such as the halves of a broken file name, and what a terminal takes for commands.
+    """Escape characters that no encoding has (surrogates of broken file names) and terminal control characters.
 
-    Lines and tabs stay.
+    Newlines and tabs stay.
     """
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

@@ -1,4 +1,4 @@
-"""Average gradients over the ranks by hand: those of several networks in one step, whatever produced them."""
+"""Average gradients over ranks without DDP, for any number of networks in one step."""
 
 from __future__ import annotations
 
@@ -39,39 +39,39 @@ Settings = tuple[tuple[str, str], ...]
 
 @untraced
 def average_gradients(*modules: nn.Module | Tensor) -> None:
-    """Replace every gradient by its mean over the ranks, in one flat all-reduce. Collective.
+    """Replace every gradient by its mean over ranks, in one flat all-reduce. Collective.
 
     Call it between `backward()` and `optimizer.step()`, with plain models that start equal on all
-    ranks (seeded alike or broadcast; `check_replicas` tells). One call takes all networks of a
-    step, and whatever produced the gradients. They are replaced in place, and half-precision ones
-    are added in float32. On one process it does nothing.
+    ranks (seeded alike or broadcast; `check_replicas` checks). One call takes all networks of a step,
+    however their gradients were computed. Gradients are replaced in place; half-precision ones are
+    added in float32. On one process it does nothing.
 
-    Ranks compare what they pass in the same all-reduce, if it is what they passed to the call before;
-    otherwise, for more than 260,000 elements, and on accelerators, in a small one before it.
+    The check that all ranks pass the same travels in that all-reduce if the last call passed the same
+    parameters; otherwise, for more than 260,000 elements, and on accelerators, in a small one before.
 
     Args:
-        *modules: Modules, or single tensors such as a learned temperature. The same on every rank,
-            in the same order: of two networks with equal names and shapes, such as twin critics,
-            nothing tells which is which.
+        *modules: Modules, or single tensors such as a learned temperature. The same on every rank, in
+            the same order: networks with equal names and shapes, such as twin critics, cannot be told
+            apart.
 
     Raises:
-        MismatchError: If the parameters differ in number, name, shape, dtype or kind of device
-            between ranks, on every rank; on the other ranks, if one raises an error below. No
-            gradient has changed then.
+        MismatchError: On every rank, if the parameters' number, names, shapes, dtypes or device types
+            differ between ranks; on the other ranks, if one raises an error below. No gradient has
+            changed then.
         TypeError: If a parameter is sharded, or a gradient is sparse or on another device than its
             parameter.
         ValueError: If a parameter is lazy and not initialised yet, or on the meta device.
 
     Note:
-        A parameter without gradient on some ranks counts there as zero and gets the mean; without
-        any, it stays None. Gradients that share memory are replaced by new ones.
+        A parameter without gradient counts as zero and gets the mean; if no rank has a gradient, it
+        stays None. Gradients that share memory are replaced by new ones.
 
     Example:
         >>> net = nn.Linear(2, 1)
         >>> net(torch.ones(1, 2)).sum().backward()
         >>> average_gradients(net)
 
-        On two::
+        On two ranks::
 
             average_gradients(actor, critic)    # rank 0, a gradient of 1.0
             average_gradients(actor, critic)    # rank 1, a gradient of 3.0; both have 2.0
@@ -81,17 +81,18 @@ def average_gradients(*modules: nn.Module | Tensor) -> None:
 
 @contextmanager
 def averaging(*modules: nn.Module | Tensor) -> Iterator[None]:
-    """Average gradients as `average_gradients` does, while a block does other work. Collective.
+    """Average gradients like `average_gradients`, while a block does other work. Collective.
 
-    The block may draw the next batch, or play on: whatever needs neither the gradients nor the
-    weights after this step. Within it the parameters have no gradients, after it their means; after
-    an exception they have none. On one process they come back as they were.
+    The block may do anything that needs neither the gradients nor the updated weights, such as
+    loading the next batch or collecting experience. In the block the parameters have no gradients;
+    after it they have the means, after an exception none. On one process the gradients are restored
+    unchanged.
 
     Args:
-        *modules: As for `average_gradients`, and with the same errors.
+        *modules: As for `average_gradients`, with the same errors.
 
     Raises:
-        RuntimeError: At the end, if the block has put gradients where the means belong.
+        RuntimeError: At the end, if the block has computed new gradients.
 
     Example:
         >>> net = nn.Linear(2, 1)
@@ -106,7 +107,7 @@ def averaging(*modules: nn.Module | Tensor) -> Iterator[None]:
     if any(p.grad is not None for p in gradients.parameters):
         gradients.hide()
         raise RuntimeError(
-            "Gradients were computed while those before them were still being averaged: "
+            "Gradients were computed while the previous ones were still being averaged: "
             "leave the block of averaging() and step before the next backward()."
         )
     exchange.finish()
@@ -121,32 +122,32 @@ def begin_exchange(
     settings: Settings = (),
     spoiled: bool = False,
 ) -> GradientExchange:
-    """Send the gradients, if there are several ranks; refuse those that cannot travel. Collective.
+    """Start sending the gradients if there are several ranks; raise for those that cannot be sent. Collective.
 
     Args:
-        call: The name of what is called, for errors on this rank.
-        modules: The modules and tensors whose gradients they are.
-        exchange: The name of the exchange, which must be the same on every rank.
+        call: Name of the caller, for errors on this rank.
+        modules: The modules and tensors with the gradients.
+        exchange: Name of the exchange, the same on every rank.
         settings: What else must be the same on every rank, by name.
-        spoiled: Whether this rank has none to give, and no rank may use the means.
+        spoiled: Whether this rank has no gradients, so that no rank may use the means.
     """
     try:
         gradients = Gradients(call, modules)
     except (TypeError, ValueError) as error:
         refusal = GradientExchange(Gradients(call, ()), fingerprint_of(call, error=describe_error(error)), False)
         with suppress(MismatchError):
-            refusal.check()  # in which the other ranks would wait for this one
+            refusal.check()  # the other ranks would wait for this one
         raise
     return GradientExchange(gradients, gradients.fingerprint(exchange, settings), spoiled)
 
 
 class Gradients:
-    """The gradients of those parameters of some modules that are trained, each once.
+    """The gradients of some modules' trained parameters, each once.
 
     Attributes:
         parameters: The parameters.
-        names: Their names, as without wrappers; "" for a single tensor.
-        values: Their gradients; None for a parameter that has none.
+        names: Their names without wrappers; "" for a single tensor.
+        values: Their gradients, or None.
 
     Raises:
         TypeError: If a parameter is sharded, or a gradient is not dense, or on another device.
@@ -164,7 +165,7 @@ class Gradients:
         self.read()
 
     def read(self) -> None:
-        """Take the gradients that the parameters have now."""
+        """Take the current gradients of the parameters."""
         self.values = [p.grad for p in self.parameters]
         for name, p, gradient in zip(self.names, self.parameters, self.values, strict=True):
             if not _can_travel(p, gradient):
@@ -179,19 +180,19 @@ class Gradients:
         else:
             problem = f"is {explain_not_dense(gradient)}"
         raise TypeError(
-            f"{self._call} takes dense gradients beside their parameters, but that of {name} "
-            f"{problem}. Make an embedding with sparse=False, or move and densify the gradient before."
+            f"{self._call} takes dense gradients on their parameters' devices, but that of {name} "
+            f"{problem}. Make an embedding with sparse=False, or move or densify the gradient first."
         )
 
     def fingerprint(self, exchange: str, settings: Settings) -> str:
-        """Describe the parameters to the other ranks."""
+        """Describe the parameters for the other ranks."""
         parameters = []
         for p, name in zip(self.parameters, self.names, strict=True):
             parameters.append((name, p.dtype, p.shape, p.device.type))
         return _fingerprint(exchange, settings, tuple(parameters))
 
     def hide(self) -> None:
-        """Leave the parameters without gradients: nothing can step with this rank's own."""
+        """Remove the parameters' gradients, so that no step uses this rank's own."""
         for p in self.parameters:
             p.grad = None
 
@@ -240,15 +241,15 @@ def _fingerprint(
 
 
 class _Bucket(NamedTuple):
-    """The gradients of one device and dtype on their way, in one flat tensor."""
+    """The gradients of one device and dtype during the exchange, in one flat tensor."""
 
-    indices: list[int]  # among those of the call
+    indices: list[int]  # in the order of the call
     flat: Tensor
-    message: Tensor  # in which it travels
+    message: Tensor  # the flat tensor
 
 
 class _Format(NamedTuple):
-    """What the first message of a call has room for: equal on all ranks before they send it."""
+    """Size of a call's first message: agreed by all ranks before they send it."""
 
     fingerprint: str = ""
     size: int = 0  # elements of a bucket
@@ -256,20 +257,20 @@ class _Format(NamedTuple):
 
 
 _HASH = 16  # bytes
-_HEADER = _HASH + 2  # and how many ranks have spoiled their gradients, and how many lack some
+_HEADER = _HASH + 2  # plus the numbers of ranks with spoiled and with missing gradients
 _LARGEST = 1 << 18  # elements of a bucket in a first message
-_formats: WeakKeyDictionary[Session | Peers, _Format] = WeakKeyDictionary()  # of those ranks' next first messages
+_formats: WeakKeyDictionary[Session | Peers, _Format] = WeakKeyDictionary()  # format of the ranks' next first message
 
 
 class GradientExchange:
-    """The gradients of one call on their way, after a check that all ranks have the same.
+    """The exchange of one call's gradients, after a check that all ranks pass the same.
 
-    The first message of a call has room for what the call before has sent: the same on all ranks, whatever they pass
-    now, for messages of different sizes abort a gloo process. At its front is a hash. A loop that averages the same
-    networks in every step sends no other message: the first one carries the gradients.
+    The first message of a call is as large as what the call before sent, which is the same on all ranks whatever they
+    pass now: messages of different sizes abort a gloo process. It begins with a hash. A loop that averages the same
+    networks in every step sends no other message, because the first one carries the gradients.
 
     Attributes:
-        gradients: Those of this rank.
+        gradients: This rank's gradients.
     """
 
     @torch.inference_mode(False)
@@ -285,11 +286,11 @@ class GradientExchange:
         if self._is_checked:
             return
         self._ranks = get_data_parallel_world_size()
-        self._scale = 0.5 ** (self._ranks - 1).bit_length()  # exact, other than 1 / ranks
+        self._scale = 0.5 ** (self._ranks - 1).bit_length()  # exact, unlike 1 / ranks
         self._fill_buckets()
         before, mine = _formats.get(self._who(), _Format()), self._format()
         _formats[self._who()] = mine
-        if mine.size:  # also where it travels later: a sum is rounded by its place in a message
+        if mine.size:  # even if it is sent later: its place in a message affects the rounding of a sum
             indices, flat, _ = self._buckets[0]
             message = torch.cat([flat.new_zeros(_HEADER), flat])
             self._buckets[0] = _Bucket(indices, message[_HEADER:], message)
@@ -306,11 +307,11 @@ class GradientExchange:
             self._send(bucket.message)
 
     def _who(self) -> Session | Peers:
-        """Return what stands for the ranks that average."""
+        """Return the key of the averaging ranks."""
         return self._peers or current_job.current_session()
 
     def _fill_buckets(self) -> None:
-        """Flatten the gradients, zeros for those that are missing, scaled so that no sum overflows."""
+        """Flatten the gradients, zeros for missing ones, scaled so that no sum overflows."""
         groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for i, p in enumerate(self.gradients.parameters):
             key = p.device, torch.promote_types(p.dtype, torch.float32)
@@ -327,7 +328,7 @@ class GradientExchange:
             self._buckets.append(_Bucket(indices, flat, flat))
 
     def _format(self) -> _Format:
-        """Return the format of a first message that carries the first bucket; without room if it travels alone."""
+        """Return the format of a first message with the first bucket; without room if that is sent alone."""
         if not self._buckets:
             return _Format()
         flat = self._buckets[0].flat
@@ -341,7 +342,7 @@ class GradientExchange:
         self._works.append(work)
 
     def check(self) -> None:
-        """Wait for the first message, and make sure that the ranks average the same.
+        """Wait for the first message, and check that the ranks average the same.
 
         Raises:
             MismatchError: If they do not.
@@ -354,7 +355,7 @@ class GradientExchange:
         self._header = self._first[:_HEADER].tolist()
         if self._header[:_HASH] != [self._ranks * byte for byte in _hash(self._fingerprint)]:
             _formats.pop(self._who(), None)
-            check_fingerprint(self._fingerprint, self._peers)  # says what differs
+            check_fingerprint(self._fingerprint, self._peers)  # raises with what differs
 
     def _wait(self) -> None:
         self.check()
@@ -363,7 +364,7 @@ class GradientExchange:
                 work.wait()
 
     def is_usable(self, finite: bool) -> bool:
-        """Wait for the means; return whether no rank has spoiled them: the same on every rank.
+        """Wait for the means; return, equal on every rank, whether no rank has spoiled them.
 
         Args:
             finite: Whether means that are not finite count as spoiled, too.
@@ -379,7 +380,7 @@ class GradientExchange:
 
     @untraced
     def finish(self) -> None:
-        """Wait for the means and write them over the gradients."""
+        """Wait for the means and copy them into the gradients."""
         self._wait()
         with torch.inference_mode(False), torch.no_grad():
             if self._buckets and self._header[_HASH + 1]:
@@ -389,7 +390,7 @@ class GradientExchange:
             self.gradients.give_back()
 
     def _make_missing(self) -> None:
-        """Make the gradients that this rank has not, and another one has. Collective."""
+        """Create gradients that this rank lacks and another rank has. Collective."""
         gradients = self.gradients
         has = [int(value is not None) for value in gradients.values]
         counts = torch.tensor(has, device=control_device(self._peers))
@@ -399,7 +400,7 @@ class GradientExchange:
                 gradients.values[i] = torch.empty_like(p, dtype=dtype_of_gradient(p))
 
     def _distribute(self, bucket: _Bucket) -> None:
-        """Write means over gradients; those that cannot be overwritten are replaced by new ones."""
+        """Copy means into gradients; gradients that cannot be overwritten are replaced by new ones."""
         bucket.flat.div_(self._ranks * self._scale)
         parameters = [self.gradients.parameters[i] for i in bucket.indices]
         means = torch.split(bucket.flat, [p.numel() for p in parameters])
@@ -416,19 +417,19 @@ class GradientExchange:
 
 @functools.lru_cache(maxsize=256)
 def _hash(fingerprint: str) -> list[float]:
-    """Return the bytes of a fingerprint's hash, which float32 adds up exactly."""
+    """Return the bytes of a fingerprint's hash, which float32 sums exactly."""
     return list(map(float, blake2b(fingerprint.encode(), digest_size=_HASH).digest()))
 
 
 @torch.no_grad()
 def dtype_of_gradient(parameter: Tensor) -> torch.dtype:
-    """Return the dtype in which autograd keeps a parameter's gradient."""
-    dtype: torch.dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype  # older torch has only the second
+    """Return the dtype that autograd uses for a parameter's gradient."""
+    dtype: torch.dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype  # older torch has no grad_dtype
     return dtype
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Return whether no element is infinite or NaN. It waits for an accelerator once."""
+    """Return whether no element is infinite or NaN. On an accelerator it synchronises once."""
     extremes: list[Tensor] = []
     for tensor in tensors:
         if tensor.is_complex():
@@ -440,17 +441,17 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 class LocalPass:
-    """A block of forwards and backwards in which DDP exchanges nothing, nor may anything of ddpkit's.
+    """A block of forwards and backwards in which neither DDP nor ddpkit may communicate.
 
-    A rank that raises in the block keeps no other rank waiting. What DDP exchanges at the beginning
-    of a forward travels when the block begins: buffers, and how gradients are cut into buckets.
+    A rank that raises in the block keeps no other rank waiting. What DDP exchanges at the start of a
+    forward (buffers and the gradient buckets) is exchanged at the start of the block.
 
     Args:
-        call: Whose block it is, for errors.
-        modules: The models that are used in the block, and single parameters.
+        call: The caller, for errors.
+        modules: The models used in the block, and single parameters.
 
     Raises:
-        TypeError: If something is no module and no tensor, or a model exchanges values in its forward.
+        TypeError: If something is neither module nor tensor, or a model communicates in its forward.
     """
 
     def __init__(self, call: str, modules: Modules) -> None:
@@ -465,13 +466,13 @@ class LocalPass:
             if problem:
                 waiting = "where ranks would wait for one that has raised"
                 raise TypeError(f"{call} cannot take this model: {problem}, {waiting}.")
-        # each with its module and name there, the object, its version, and a copy
+        # each with its module and name, the object, its version, and a copy
         self._buffers: list[tuple[nn.Module, str, Tensor | None, int, Tensor | None]] = []
         self._were_trained: list[bool] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> LocalPass:
-        lifecycle.joined()  # refuses a block in another one, before anything is exchanged
+        lifecycle.joined()  # rejects nested blocks before anything is exchanged
         models = [part for part in self._parts if isinstance(part, DistributedDataParallel)]
         self._exchange_first(models)
         self._remember()
@@ -486,7 +487,7 @@ class LocalPass:
         self._stack.close()
 
     def _exchange_first(self, models: list[DistributedDataParallel]) -> None:
-        """Exchange what DDP does before a forward. Collective."""
+        """Exchange what DDP exchanges before a forward. Collective."""
         if not torch.is_grad_enabled() or not lifecycle.joined():
             return
         buffers = []
@@ -509,9 +510,9 @@ class LocalPass:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Give buffers and frozen parameters back what they had when the block began; drop all gradients."""
+        """Restore buffers and frozen parameters from the start of the block; drop all gradients."""
         for part, name, buffer, _, copy in self._buffers:
-            own_buffers(part)[name] = buffer  # the model may have put another in its place
+            own_buffers(part)[name] = buffer  # the model may have replaced it
             if buffer is not None and copy is not None:
                 buffer.copy_(copy)
         for parameter, was_trained in zip(self._parameters, self._were_trained, strict=True):
@@ -519,7 +520,7 @@ class LocalPass:
             parameter.grad = None
 
     def changed_buffer(self) -> str:
-        """Return the name of a buffer that the block has changed, with its module's class; "" if there is none."""
+        """Return the name of a buffer that the block changed, with its module's class; "" if none."""
         for part, name, buffer, version, _ in self._buffers:
             now = own_buffers(part)[name]
             if now is not buffer or version_of(now) != version:

@@ -1,4 +1,4 @@
-"""Let all ranks take a step, or all skip it, where a batch is bad on one of them."""
+"""Take or skip a step on all ranks together, when a batch is bad on one of them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from .join.causes import is_of_broken_collective
 from .parsing import parse
 from .torch_internals import is_from_worker, is_of_broken_loader
 
-# Find a batch size for which the memory of every rank suffices.
+# Find a batch size that fits in the memory of every rank.
 
-_TEXTS = ("DefaultCPUAllocator", "CUDNN_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_ALLOC_FAILED")  # of RuntimeErrors
+_TEXTS = ("DefaultCPUAllocator", "CUDNN_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_ALLOC_FAILED")  # in RuntimeErrors
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an exception says that memory, of the CPU or an accelerator, has run out."""
+    """Return whether an exception means that the CPU or an accelerator is out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in message_of(error) for text in _TEXTS)
@@ -42,21 +42,21 @@ def find_batch_size(
 ) -> int:
     """Halve a batch size until no rank runs out of memory in a trial. Collective.
 
-    A trial is a forward and a backward on a batch of that size, of random numbers for example. In it
-    DDP exchanges nothing, and afterwards the gradients are dropped and the buffers are what they were.
-    The optimizer's state and whatever else comes later needs memory, too: make the optimizer take a step
-    before, or choose a smaller size than the one that is found.
+    A trial runs forward and backward on a batch of that size, for example of random numbers. DDP
+    communicates nothing in it; afterwards gradients are dropped and buffers restored. The optimizer's
+    state and later allocations need memory, too: take an optimizer step first, or use a smaller size
+    than the result.
 
     Args:
-        trial: Called with a batch size, in samples per rank; what it returns is dropped.
-        largest: The size to begin with, at least 1.
+        trial: Called with a batch size, in samples per rank; its result is dropped.
+        largest: Size to start with, at least 1.
         *modules: The models that a trial trains, wrapped or not.
 
     Returns:
-        The first of `largest`, `largest // 2`, ... for which every rank's memory suffices.
+        The first of `largest`, `largest // 2`, ... that fits in every rank's memory.
 
     Raises:
-        DdpkitError: On every rank, if memory does not suffice for a batch of 1.
+        DdpkitError: On every rank, if not even a batch of 1 fits.
         MismatchError: On the other ranks, if a trial raises another error.
         TypeError: If an argument is of a wrong type.
         ValueError: If a number is out of range.
@@ -79,12 +79,12 @@ def find_batch_size(
             return batch_size
         if batch_size == 1:
             where = "on other ranks" if fits else "on this rank"
-            raise DdpkitError(f"{call} found no size: memory does not suffice for one sample {where}.")
+            raise DdpkitError(f"{call} found no size: one sample does not fit in memory {where}.")
         batch_size //= 2
 
 
 def _try(trial: Callable[[int], object], batch_size: int, local_pass: LocalPass) -> bool:
-    """Run a trial; return whether memory sufficed."""
+    """Run a trial; return whether it fitted in memory."""
     try:
         with local_pass:
             trial(batch_size)
@@ -99,27 +99,27 @@ def _try(trial: Callable[[int], object], batch_size: int, local_pass: LocalPass)
 
 
 def release(error: BaseException | None) -> None:
-    """Free what the frames hold in which an exception was raised, and those that led to it, such as tensors."""
+    """Free the tensors held by the frames of an exception and of its causes."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
 
 
-# Say why ranks cannot take a step, and tell the other ranks.
+# Describe why ranks cannot take a step, and tell the other ranks.
 
 _SAMPLES_SHOWN = 16
-_LONGEST_SAMPLE = 40  # characters of what a sampler calls one
+_LONGEST_SAMPLE = 40  # characters of a sample's name
 _LONGEST = 500  # characters of an error
-Batches = Iterable[Sequence[object]]  # their samples, as far as they are known
+Batches = Iterable[Sequence[object]]  # samples of each batch, as far as known
 
 
 class BadStep(NamedTuple):
-    """Why a rank cannot take a step.
+    """Reason why a rank cannot take a step.
 
     Attributes:
-        problem: What was raised, or is wrong with its gradients, and the samples; "" if nothing is.
-        is_out_of_memory: Whether that is why.
+        problem: The exception, or the problem with its gradients, and the samples; "" if there is none.
+        is_out_of_memory: Whether the rank ran out of memory.
     """
 
     problem: str
@@ -127,12 +127,12 @@ class BadStep(NamedTuple):
 
     @classmethod
     def of_error(cls, error: BaseException, batches: Batches) -> BadStep:
-        """Describe what was raised."""
+        """Describe the exception."""
         return cls(_in_one_line(error) + _name_samples(batches), is_out_of_memory(error))
 
     @classmethod
     def of_gradients(cls, gradients: Gradients, batches: Batches) -> BadStep:
-        """Describe the first gradient of this rank that is not finite; there may be none."""
+        """Describe this rank's first gradient that is not finite, if any."""
         for name, gradient in zip(gradients.names, gradients.values, strict=True):
             if gradient is not None and not all_finite([gradient]):
                 problem = f"the gradient of {name or 'a tensor'} is not finite"
@@ -141,7 +141,7 @@ class BadStep(NamedTuple):
 
 
 def _in_one_line(error: BaseException) -> str:
-    """Describe an exception by its first line; that of a loader's worker comes with a traceback, which has it."""
+    """Describe an exception by its first line; a loader worker's contains a traceback with it."""
     kind = type(error).__name__
     lines = message_of(error).splitlines()
     if is_from_worker(error):
@@ -159,7 +159,7 @@ def _name_samples(batches: Batches) -> str:
 
 
 def exchange_bad_steps(own: BadStep) -> dict[int, BadStep]:
-    """Return what is wrong on the ranks on which something is, by rank. Collective."""
+    """Return the problems of the ranks that have one, by rank. Collective."""
     peers = current_job.data_parallel()
     texts = lifecycle.exchange(json.dumps(own._asdict()), subset_of(peers))
     steps = [BadStep(**parse(text, "exchange", get_type_hints(BadStep))) for text in texts]
@@ -167,7 +167,7 @@ def exchange_bad_steps(own: BadStep) -> dict[int, BadStep]:
 
 
 def explain(headline: str, steps: dict[int, BadStep]) -> str:
-    """Write below a headline what is wrong on each rank."""
+    """List each rank's problem below a headline."""
     return list_lines(headline, [f"rank {rank}: {step.problem}" for rank, step in steps.items()])
 
 
@@ -177,35 +177,36 @@ _NEVER_SKIPPED = (DdpkitError, StopIteration)
 
 
 class StepGuard:
-    """Lets all ranks take a step, or all skip it. Collective.
+    """Take or skip a step on all ranks together. Collective.
 
-    A block of it holds the forwards and backwards of one optimiser step. If they raise on a rank, or
-    their gradients are not finite, no rank has gradients after the block, buffers (such as
-    BatchNorm's statistics) are what they were, and `skipped` is True on every rank. Otherwise the
-    gradients are their means over the ranks, as DDP and `average_gradients` make them.
+    Each block holds the forwards and backwards of one optimiser step. If they raise on a rank, or
+    gradients are not finite, then after the block no rank has gradients, buffers (such as BatchNorm's
+    statistics) are restored, and `skipped` is True on every rank. Otherwise the gradients are the
+    means over ranks, as with DDP and `average_gradients`.
 
-    Within the block nothing is exchanged, so no rank waits for one that has raised; DDP's exchange
-    is off. The gradients travel at the end, in one flat all-reduce, and whether a rank has raised travels
-    with them. The arguments are the same on every rank.
+    Nothing is exchanged within the block, so no rank waits for one that has raised; DDP's exchange is
+    off. At its end the gradients, and whether a rank has raised, travel in one flat all-reduce. The
+    arguments are the same on every rank.
 
     Args:
-        *modules: All models that are trained in the step, wrapped or not, and single parameters.
-            Plain ones start equal on all ranks, as for `average_gradients`.
-        max_skips: Steps in a row that may be skipped; one more is an error on every rank. With 0 the
-            first bad step is.
-        errors: The exceptions that make a step a bad one; others leave the block, as do errors of
-            ddpkit's own, of collectives, and of loaders that have lost a worker.
-        check_gradients: Whether gradients that are not finite make a step a bad one. Say False where
-            a `GradScaler` looks for them.
-        max_pieces: In how many pieces to cut a batch at most when memory runs out: see `attempts()`.
+        *modules: All models trained in the step, wrapped or not, and single parameters. Plain ones
+            start equal on all ranks, as for `average_gradients`.
+        max_skips: Steps in a row that may be skipped; one more raises on every rank. With 0 the first
+            bad step raises.
+        errors: The exceptions that make a step bad. Others leave the block, as do ddpkit's errors and
+            those of collectives and of loaders that lost a worker.
+        check_gradients: Whether gradients that are not finite make a step bad. Pass False if a
+            `GradScaler` checks for them.
+        max_pieces: Largest number of pieces to cut a batch into when memory runs out; see
+            `attempts()`.
 
     Attributes:
         skipped: Whether the last step was skipped.
-        skips: Steps that were skipped so far.
-        pieces: In how many pieces to cut a batch.
+        skips: Number of skipped steps.
+        pieces: Number of pieces to cut a batch into.
 
     Raises:
-        TypeError: If a model exchanges values in its forward: `fully_shard`, SyncBatchNorm, DDP with
+        TypeError: If a model communicates in its forward: `fully_shard`, SyncBatchNorm, DDP with
             `static_graph=True`; or an argument is of a wrong type.
         ValueError: If a number is out of range, or nothing is trained.
 
@@ -235,21 +236,21 @@ class StepGuard:
         self._max_pieces = as_integer(max_pieces, "max_pieces")
         self._errors = _checked(errors)
         self._check_gradients = bool(check_gradients)
-        self._batches: list[Sequence[object]] = []  # samples of the step at hand
+        self._batches: list[Sequence[object]] = []  # samples of the current step
         self._in_a_row = 0
         self._is_trying = False  # whether the block is in a loop over `attempts()`
-        self._again = False  # whether the step is to be tried again, in more pieces
+        self._again = False  # whether to repeat the step in more pieces
         self.pieces = 1
         self.skips = 0
         self.skipped = False
         if not Gradients(_CALL, modules).parameters:
-            raise ValueError(f"{_CALL} needs modules with parameters that are trained.")
+            raise ValueError(f"{_CALL} needs modules with trainable parameters.")
 
     def attempts(self) -> Iterator[int]:
-        """Yield in how many pieces to cut the batch: once, and again while a rank runs out of memory.
+        """Yield the number of pieces to cut the batch into: once, and again if a rank runs out of memory.
 
-        Each time it is twice as many, up to `max_pieces`, on every rank; later steps begin with the
-        last number.
+        It doubles each time, up to `max_pieces`, on every rank; later steps start with the last
+        number.
 
         Example:
             >>> import torch
@@ -297,7 +298,7 @@ class StepGuard:
 
     def _end(self, own: BadStep | None) -> None:
         """Exchange the gradients, and use the means if no rank has a bad step. Collective."""
-        settings = (  # for else the ranks would decide otherwise
+        settings = (  # with others the ranks would decide differently
             ("max_skips", f"{self._max_skips}"),
             ("max_pieces", f"{self._max_pieces}"),
             ("check_gradients", f"{self._check_gradients}"),
@@ -305,7 +306,7 @@ class StepGuard:
         )
         exchange = begin_exchange(_CALL, self._modules, exchange=_CALL, settings=settings, spoiled=own is not None)
         if not exchange.gradients.parameters:
-            raise DdpkitError(f"No parameter needs a gradient at the end of a block of {_CALL}.")
+            raise DdpkitError(f"No parameter needs a gradient at the end of the block of {_CALL}.")
         if exchange.is_usable(finite=self._check_gradients):
             exchange.finish()
             self.skipped = False
@@ -316,27 +317,27 @@ class StepGuard:
         self._skip(exchange_bad_steps(own))
 
     def _skip(self, steps: dict[int, BadStep]) -> None:
-        """Skip the step, or let it be tried again, for what is wrong on these ranks."""
+        """Skip or repeat the step, because of the problems on these ranks."""
         self.skipped = True
         is_memory = bool(steps) and all(step.is_out_of_memory for step in steps.values())
         if is_memory and self._is_trying and self.pieces < self._max_pieces:
             self.pieces = min(2 * self.pieces, self._max_pieces)
             self._again = True
-            _say(explain(f"All ranks cut batches in {self.pieces} pieces from now on:", steps))
+            _say(explain(f"All ranks cut batches into {self.pieces} pieces from now on:", steps))
             return
         self.skips += 1
         self._in_a_row += 1
         if self._in_a_row > self._max_skips:
-            problem = f"{self._in_a_row} steps in a row could not be taken, and {self._max_skips} may be skipped"
-            raise BadStepError(explain(f"{problem}; of the last:", steps), sorted(steps))
-        _say(explain(f"All ranks skip this step (in a row: {self._in_a_row}, in all: {self.skips}):", steps))
+            problem = f"{self._in_a_row} steps in a row were bad, and max_skips is {self._max_skips}"
+            raise BadStepError(explain(f"{problem}; in the last:", steps), sorted(steps))
+        _say(explain(f"All ranks skip this step ({self._in_a_row} in a row, {self.skips} in total):", steps))
 
 
 def _checked(errors: object) -> tuple[type[Exception], ...]:
-    """Return the exceptions as a tuple; refuse what is none, or would stop Ctrl-C."""
+    """Return the exceptions as a tuple; raise for other values, and for exceptions that would stop Ctrl-C."""
     found = errors if isinstance(errors, tuple) else (errors,)
     if not all(isinstance(each, type) and issubclass(each, Exception) for each in found):
-        raise TypeError(f"errors must be a class of exceptions, or a tuple of them, got {errors!r}.")
+        raise TypeError(f"errors must be an exception class, or a tuple of them, got {errors!r}.")
     return found
 
 

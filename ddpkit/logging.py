@@ -1,4 +1,4 @@
-"""Loggers, and a filter, that know the rank. No handler is added and no level set."""
+"""Loggers, and a filter, that know the rank. They add no handler and set no level."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Collection
 from .errors import LaunchError, NotSetUpError
 from .launch import ranks
 
-FORWARDED = "ddpkit_forwarded"  # attribute of a record that a rank of spawn() has sent, with its rank
+FORWARDED = "ddpkit_forwarded"  # attribute of a record forwarded from a rank of spawn(): its rank
 
 
 class RankFilter(logging.Filter):
-    """Let only some ranks speak, and tell every record which rank it comes from.
+    """Log only on some ranks, and add the rank to every record.
 
-    Put it on a handler, and the whole program speaks once: records below `WARNING` pass on the chosen ranks only,
-    warnings and errors on every rank, since what goes wrong on one rank is seen nowhere else. Records gain the
-    attributes `rank` and `world_size` for the format: integers, or "?" while the environment contradicts itself.
+    Put it on a handler to filter the whole program: records below `WARNING` pass on the chosen ranks only, warnings and
+    errors on every rank, because a problem on one rank shows nowhere else. Records get the attributes `rank` and
+    `world_size` for the format: integers, or "?" if the environment is contradictory.
 
     Args:
-        ranks: The ranks that speak below `WARNING`; None for all.
+        ranks: Ranks that log below `WARNING`; None for all.
 
     Example:
         >>> import logging, sys
@@ -38,22 +38,22 @@ class RankFilter(logging.Filter):
         self.ranks = ranks
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Stamp the record and say whether it passes. The rank is asked for now: modules log before `setup()`, too."""
+        """Set the record's attributes; return whether it passes. Modules may log before `setup()`."""
         if not hasattr(record, FORWARDED):
             try:
                 record.rank = ranks.get_rank()
                 record.world_size = ranks.get_world_size()
-            except (LaunchError, NotSetUpError):  # which setup() will raise; a PeerError must not be lost here
+            except (LaunchError, NotSetUpError):  # setup() will raise it; a PeerError must not be lost here
                 record.rank = record.world_size = "?"
                 return True
         return self.ranks is None or record.rank in self.ranks or record.levelno >= logging.WARNING  # type: ignore[attr-defined]
 
 
 def get_logger(name: str | None = None) -> logging.Logger:
-    """Return the standard logger of that name, on which only the main process speaks below `WARNING`.
+    """Return the standard logger of that name; below `WARNING` only the main process logs.
 
-    It is `logging.getLogger(name)` with a `RankFilter`: handlers, levels and formats remain the program's business.
-    The filter sees what is logged on this logger, not on its children; put a `RankFilter` on a handler for those.
+    It is `logging.getLogger(name)` with a `RankFilter`; handlers, levels and formats are up to the program. The filter
+    applies to this logger, not to its children; for those put a `RankFilter` on a handler.
 
     Args:
         name: As in `logging.getLogger`, usually `__name__`.

@@ -1,4 +1,4 @@
-"""Read what other processes wrote: JSON of a known form, with texts that are safe to print."""
+"""Read what other processes wrote: JSON of a known form, with printable texts."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any, NoReturn, Union, get_args, get_origin
 
 from .errors import LaunchError, printable
 
-_VALUE_BYTES = 8 << 20  # bytes that the store takes at once; it has more only if somebody appends
+_VALUE_BYTES = 8 << 20  # bytes that the store takes at once; larger values were appended by another program
 
 
 def parse(text: bytes | str, key: str, *shapes: Mapping[str, Any], values: int = 1) -> dict[str, Any]:
-    """Read a JSON object that came from the store; its texts are printable.
+    """Parse a JSON object from the store; its texts are printable.
 
     Args:
-        text: Bytes that the store gave.
+        text: Bytes from the store.
         key: Their key, for the error.
-        *shapes: Name and type of each field, one mapping for each form that is right; `[int]` is a list of ints.
-        values: Number of values that the text may be as long as.
+        *shapes: Name and type of each field, one mapping for each valid form; `[int]` is a list of ints.
+        values: Bound on the length, in numbers of values.
 
     Raises:
         LaunchError: If the text has none of these forms.
@@ -38,7 +38,7 @@ def parse(text: bytes | str, key: str, *shapes: Mapping[str, Any], values: int =
 
 
 def sealed(secret: bytes, place: Sequence[object], fields: Mapping[str, Any]) -> str:
-    """Write fields as JSON, with a proof that who wrote them for this place knows a secret."""
+    """Return fields as JSON, with a proof that the writer of this place knows a secret."""
     return json.dumps({**fields, "proof": _proof(secret, place, fields)})
 
 
@@ -48,7 +48,7 @@ def opened(
     """Read what `sealed()` wrote.
 
     Raises:
-        LaunchError: If it has another form, or was written for another place, or without the secret.
+        LaunchError: If it has another form, or was written for another place or without the secret.
     """
     found = parse(text, key, {**shape, "proof": str})
     proof = found.pop("proof").encode(errors="replace")
@@ -68,12 +68,12 @@ def refuse_text(text: bytes | str, key: str) -> NoReturn:
         shown += "…"
     raise LaunchError(
         f"The store holds {shown} under {key!r}, which no rank of this job wrote. "
-        "Does another program use this MASTER_ADDR and MASTER_PORT? Give each job a port of its own."
+        "Does another program use this MASTER_ADDR and MASTER_PORT? Give each job its own port."
     )
 
 
 def all_printable(value: Any) -> Any:
-    """Return a value that was JSON with all its texts printable."""
+    """Return a JSON value with all its texts printable."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, list):
@@ -84,7 +84,7 @@ def all_printable(value: Any) -> Any:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Return whether a value that was JSON has a type, or the form of a mapping from names to types, or of `[type]`."""
+    """Return whether a JSON value has a type, or the form of a mapping from names to types, or of `[type]`."""
     if isinstance(hint, dict):
         if not isinstance(value, dict) or value.keys() != hint.keys():
             return False
@@ -102,9 +102,9 @@ def fits(value: Any, hint: Any) -> bool:
         return isinstance(value, list) and len(value) == len(args) and all(map(fits, value, args))
     if hint is None:
         return type(value) is NoneType
-    return type(value) is hint  # a bool is no int
+    return type(value) is hint  # a bool is not an int
 
 
 def encode(**fields: Any) -> bytes:
-    """Write a message as a line. A `token`, if there is one, must be the first field."""
+    """Return a message as a line. A `token`, if there is one, must be the first field."""
     return json.dumps(fields, default=asdict).encode() + b"\n"

@@ -1,11 +1,11 @@
 """Sharded tensors in checkpoints: each rank writes its part, and reads what it needs.
 
-A DTensor (`fully_shard`, tensor parallelism) is cut into pieces, boxes of its elements. Of those
-that several ranks hold, one rank writes each, into its own file in a folder beside the checkpoint.
-A file holds the bytes of its pieces, one after the other, and a last line with their checksum.
+A DTensor (`fully_shard`, tensor parallelism) is cut into pieces, boxes of its elements. One of the ranks that hold a
+piece writes it into its own file, in a folder beside the checkpoint. A file holds the bytes of its pieces, one after
+the other, and a last line with their checksum.
 
-The checkpoint's own file has an empty tensor on the meta device in the place of each. This module
-is imported only where a sharded tensor is met (`checkpoint.states.sharding`).
+In the checkpoint's own file an empty tensor on the meta device takes the place of each. This module is imported only
+when a sharded tensor is found (`checkpoint.states.sharding`).
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from .parallel.models import unwrap_model
 from .parallel.replicas import gather_unless_equal, replicated_parts
 from .torch_internals import is_dtensor
 
-_ALIGNMENT = 64  # bytes: each piece begins at a multiple of it in its file
-_PAUSE = 0.02  # seconds between looks for the other ranks' files
-_PATIENCE = 300.0  # seconds in which those must have grown
-_PATIENCE_AT_END = 10.0  # the same, when this process is ending: a rank may have been killed
+_ALIGNMENT = 64  # bytes: each piece starts at a multiple of it
+_PAUSE = 0.02  # seconds between checks for the other ranks' files
+_PATIENCE = 300.0  # seconds without growth of a file before giving up
+_PATIENCE_AT_END = 10.0  # the same while this process exits: a rank may have been killed
 
-Box = tuple[list[int], list[int]]  # the first index of a piece in each dimension, and its size
-Pieces = list[tuple[int, Tensor]]  # that a rank writes: the first byte in its file, and the values
+Box = tuple[list[int], list[int]]  # first index of a piece in each dimension, and its size
+Pieces = list[tuple[int, Tensor]]  # pieces that a rank writes: first byte in its file, and values
 
 
 class Piece(NamedTuple):
@@ -74,20 +74,20 @@ class Layout(NamedTuple):
 
 
 class Sharded:
-    """The sharded tensors of a checkpoint that is saved.
+    """The sharded tensors of a checkpoint being saved.
 
     Args:
         path: The checkpoint.
-        tensors: This rank's, by path.
-        described: What `describe_parts()` gave on each rank.
+        tensors: This rank's tensors, by path.
+        described: `describe_parts()` of each rank.
 
     Attributes:
-        folder: The folder of the pieces, which no other checkpoint has.
-        entry: What the checkpoint's file says of them.
-        pieces: Those that this rank writes.
+        folder: Folder of the pieces, unique to this checkpoint.
+        entry: Their description in the checkpoint's file.
+        pieces: The pieces that this rank writes.
 
     Raises:
-        CheckpointError: On every rank, if the ranks hold other tensors, or pieces of one are missing.
+        CheckpointError: On every rank, if ranks hold different tensors, or pieces of one are missing.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, Any], described: list[dict[str, Any]]) -> None:
@@ -103,20 +103,20 @@ class Sharded:
             self.pieces += [(piece.start, local_part(tensors[name]).detach()) for piece in own]
 
     def explain_differences(self) -> str:
-        """Say where ranks that hold the same part of a tensor hold other values; "" if nowhere. Collective."""
+        """Describe where ranks that hold the same part of a tensor hold different values; "" if nowhere. Collective."""
         problem = ""
         for group, digests in replicated_parts(self._tensors).items():
-            everyone = gather_unless_equal(digests, peers_of(group))  # in each group, whatever was found
+            everyone = gather_unless_equal(digests, peers_of(group))  # in each group, whatever was found so far
             problem = problem or explain_differences(everyone)
         problems = exchange(problem)
         return merge_problems(problems) if any(problems) else ""
 
     def write(self, pieces: Pieces, check: Callable[[], None]) -> None:
-        """Write the file of this rank, as `write_pieces()` does."""
+        """Write this rank's file, as `write_pieces()` does."""
         write_pieces(self.folder, self._rank, pieces, check)
 
     def wait_for_others(self, check: Callable[[], None]) -> None:
-        """Wait until the files of all ranks are on the disk, less long when this process is ending.
+        """Wait until the files of all ranks are on the disk; for a shorter time while this process exits.
 
         Args:
             check: Raises if nobody waits for the checkpoint any more.
@@ -146,12 +146,12 @@ class Sharded:
             time.sleep(_PAUSE)
 
     def delete(self) -> None:
-        """Delete what is in the folder."""
+        """Delete the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def describe_parts(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe sharded tensors as this rank holds them, in plain data for the other ranks."""
+    """Describe this rank's parts of sharded tensors, in plain data for the other ranks."""
     found = {}
     for name, tensor in tensors.items():
         found[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "boxes": boxes_of(tensor)}
@@ -159,36 +159,36 @@ def describe_parts(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def boxes_of(tensor: Any) -> list[Box]:
-    """Return the part of a tensor that this rank holds, as boxes of the whole; at most one.
+    """Return this rank's part of a tensor, as boxes of the whole; at most one.
 
-    (A DTensor is asked as `torch.distributed.checkpoint` asks it, in the same way from torch 2.6 to 2.15.)
+    (It uses DTensor's interface for `torch.distributed.checkpoint`, the same from torch 2.6 to 2.15.)
 
     Raises:
-        CheckpointError: If it is no such box, or the ranks hold terms of a sum.
+        CheckpointError: If it is not a box, or the ranks hold partial sums.
     """
     if not is_dtensor(tensor):
         return [([0] * tensor.dim(), list(tensor.shape))]
     if any(placement.is_partial() for placement in tensor.placements):
         raise CheckpointError(
-            f"The ranks hold terms of a sum, a DTensor of {tensor.placements}, not parts of a tensor: "
+            f"The ranks hold partial sums, a DTensor of {tensor.placements}, not parts of a tensor: "
             "pass tensor.redistribute(placements=...) or tensor.full_tensor()."
         )
     if tensor.device_mesh.get_coordinate() is None or local_part(tensor).numel() == 0:
         return []
     boxes = [(list(chunk.offsets), list(chunk.sizes)) for chunk in tensor.__create_chunk_list__()]
     if [sizes for _, sizes in boxes] != [list(local_part(tensor).shape)]:
-        raise CheckpointError(f"This rank's part of a DTensor of {tensor.placements} is not one piece of it.")
+        raise CheckpointError(f"This rank's part of a DTensor of {tensor.placements} is not one contiguous piece.")
     return boxes
 
 
 def lay_out(by_rank: list[dict[str, dict[str, Any]]]) -> dict[str, Layout]:
-    """Share out the pieces: each is written once, by the rank with the least to write so far.
+    """Assign the pieces: each is written once, by the rank with the least to write so far.
 
     Args:
-        by_rank: What `describe_parts()` gave of the tensors on each rank.
+        by_rank: `describe_parts()` of the tensors on each rank.
 
     Raises:
-        CheckpointError: If the ranks have other tensors, or pieces of one are missing.
+        CheckpointError: If ranks have different tensors, or pieces of one are missing.
     """
     _check_alike(by_rank)
     sizes = [0] * len(by_rank)  # of the ranks' files, in bytes
@@ -220,10 +220,10 @@ def _as_plain(layouts: Mapping[str, Layout]) -> dict[str, Any]:
 
 
 def _from_plain(data: Mapping[str, Any]) -> dict[str, Layout]:
-    """Return layouts from plain data of the right form.
+    """Convert plain data to layouts.
 
     Raises:
-        CheckpointError: If pieces of a tensor are missing, or are none of it.
+        CheckpointError: If pieces of a tensor are missing or do not belong to it.
     """
     layouts = {}
     for name, entry in data.items():
@@ -232,7 +232,7 @@ def _from_plain(data: Mapping[str, Any]) -> dict[str, Layout]:
         lengths = {len(numbers) for piece in pieces for numbers in piece[:2]}
         if lengths - {len(layout.shape)}:
             problem = f"{name} has {len(layout.shape)} dimensions"
-            raise CheckpointError(f"{problem}, and its pieces have others.")
+            raise CheckpointError(f"{problem}, but its pieces have another number.")
         _check_complete(name, layout)
         layouts[name] = layout
     return layouts
@@ -246,7 +246,7 @@ def _check_alike(by_rank: list[dict[str, dict[str, Any]]]) -> None:
     differing = differing_parts(texts)
     if differing:
         lines = [f"{name}: {found}" for name, found in differing.items()]
-        headline = "Nothing was saved: the ranks hold parts of other tensors:"
+        headline = "Nothing was saved: the ranks hold parts of different tensors:"
         raise CheckpointError(list_lines(headline, lines))
 
 
@@ -258,16 +258,16 @@ def _check_complete(name: str, layout: Layout) -> None:
 
 
 def write_pieces(folder: Path, rank: int, pieces: Pieces, check: Callable[[], None] | None = None) -> None:
-    """Write the file of a rank; it gets its name when it is on the disk.
+    """Write a rank's file; it gets its name once it is on the disk.
 
     Args:
         folder: The folder of the pieces.
         rank: The rank.
-        pieces: The first byte and the values of each piece, in their order in the file.
+        pieces: First byte and values of each piece, in their order in the file.
         check: Called before each write, and may raise.
 
     Raises:
-        CheckpointError: If it cannot be written.
+        CheckpointError: If writing fails.
     """
 
     def write(file: BinaryIO) -> None:
@@ -275,14 +275,14 @@ def write_pieces(folder: Path, rank: int, pieces: Pieces, check: Callable[[], No
         position = 0
         for start, values in pieces:
             data = flat_bytes(values).cpu().numpy()
-            summed.write(bytes(start - position))  # up to where it begins
+            summed.write(bytes(start - position))  # padding
             summed.write(data.data)
             position = start + data.nbytes
         summed.end()
 
     path = folder / _name_of(rank)
     if folder.is_symlink():
-        raise CheckpointError(f"Cannot write {path}: {folder} is a link, which no Checkpointer made.")
+        raise CheckpointError(f"Cannot write {path}: {folder} is a link, which no Checkpointer creates.")
     try:
         with writing_into(path):
             write_durably(path, write)
@@ -293,22 +293,22 @@ def write_pieces(folder: Path, rank: int, pieces: Pieces, check: Callable[[], No
 
 
 class SavedPieces:
-    """The sharded tensors of a checkpoint that is loaded, read when they are asked for.
+    """The sharded tensors of a checkpoint being loaded, read on demand.
 
     Args:
         path: The checkpoint.
-        content: Its content, in which something stands for each; there may be none.
+        content: Its content, with a stand-in for each sharded tensor; there may be none.
 
     Raises:
-        CheckpointError: If the file does not say where the pieces are, or one of this rank's share
-            is not there or damaged.
+        CheckpointError: If the file does not locate the pieces, or a file of this rank's share is
+            missing or damaged.
     """
 
     def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
         entry = content.get("sharded", {"folder": "", "tensors": {}})
         if entry["tensors"] and not is_folder_of(path, entry["folder"]):
             raise CheckpointError(
-                f"Cannot read {path}: the folder of its pieces is not one that a Checkpointer makes, "
+                f"Cannot read {path}: the folder of its pieces has no name that a Checkpointer creates, "
                 "or the file was renamed."
             )
         layouts = _from_plain(entry["tensors"])
@@ -317,7 +317,7 @@ class SavedPieces:
             stand_ins.update(find_stand_ins(name, state))
         self._folder = path.with_name(entry["folder"] or path.name)
         self._writers = _files_of(layouts)
-        self._stand_ins = stand_ins  # which live as long as their numbers are used
+        self._stand_ins = stand_ins  # keeps them alive while their ids are used
         self._layouts: dict[int, Layout] = {}
         for name, tensor in stand_ins.items():
             if name in layouts:
@@ -325,14 +325,14 @@ class SavedPieces:
         self._verify()
 
     def _verify(self) -> None:
-        """Compare this rank's share of the files with their checksums."""
+        """Verify the checksums of this rank's share of the files."""
         for rank in self._writers[get_rank() :: get_world_size()]:
             path = self._folder / _name_of(rank)
             with reading_from(path), open(path, "rb") as file:
                 verify(file)
 
     def explain_losses(self, objects: Mapping[str, Any], states: Mapping[str, Any]) -> list[str]:
-        """Say which tensors of models have a dtype that does not hold what is in the files.
+        """List the model tensors with a dtype that cannot hold the values in the files.
 
         Args:
             objects: The objects to restore, by name.
@@ -353,16 +353,16 @@ class SavedPieces:
         return found
 
     def spread(self, target: Any, state: Any) -> Any:
-        """Return a state of this form with its tensors read, each spread over the ranks as an object's is.
+        """Return a state with its tensors read, each sharded like the object's.
 
         Args:
             target: The object.
-            state: The state, as `state_for()` gave it.
+            state: The state from `state_for()`.
         """
         if isinstance(target, nn.Module):
             for key, here, saved in _tensor_pairs(target, state):
                 if is_dtensor(here) or self._holds(saved):
-                    # in place, so that no other copy is needed; then it is loaded from itself
+                    # in place, so that no copy is needed; it is then loaded from itself
                     self._read_into(here, saved)
                     state[key] = here
             return state
@@ -372,12 +372,12 @@ class SavedPieces:
 
     @torch.no_grad()
     def fill(self, saved: Any, like: Any = None) -> Any:
-        """Return a nested state with its sharded tensors read, to the CPU.
+        """Return a nested state with its sharded tensors read, on the CPU.
 
         Args:
             saved: The state.
-            like: Another one. Where it has a DTensor of a tensor's shape, the tensor is spread over
-                the ranks in the same way, on the same device.
+            like: Another state. Where it has a DTensor of a tensor's shape, the tensor is sharded in
+                the same way, on the same device.
         """
         if isinstance(saved, Tensor):
             if is_dtensor(like) and like.shape == saved.shape:
@@ -399,7 +399,7 @@ class SavedPieces:
         return saved
 
     def _for_optimizer(self, optimizer: Optimizer, saved: Any) -> Any:
-        """Return a saved state with each parameter's tensors spread over the ranks as the parameter is."""
+        """Return a saved state with each parameter's tensors sharded like the parameter."""
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         keys = chain.from_iterable(group["params"] for group in saved["param_groups"])
         states = dict(saved["state"])
@@ -421,7 +421,7 @@ class SavedPieces:
             part[place].copy_(values)
 
     def _parts(self, target: Tensor, saved: Tensor) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
-        """Go through what there is for this rank's part of a tensor: the places in it, and the values."""
+        """Iterate over the saved values for this rank's part of a tensor: the places in it, and the values."""
         layout = self._layouts.get(id(saved))
         if layout is None:
             whole = Piece([0] * saved.dim(), list(saved.shape), -1, 0)
@@ -442,7 +442,7 @@ class SavedPieces:
 
 
 def _tensor_pairs(model: nn.Module, state: Mapping[str, Any]) -> list[tuple[str, Tensor, Tensor]]:
-    """List a model's tensors with those of a state that has the same names."""
+    """Pair a model's tensors with those of a state with the same names."""
     here = unwrap_model(model).state_dict()
     pairs = [(key, here[key], saved) for key, saved in state.items()]
     return [pair for pair in pairs if isinstance(pair[1], Tensor) and isinstance(pair[2], Tensor)]
@@ -452,7 +452,7 @@ def _overlaps(
     layout: Layout,
     target: Tensor,
 ) -> Iterable[tuple[Piece, tuple[slice, ...], tuple[slice, ...]]]:
-    """Go through the pieces that hold something of this rank's part, and where in both."""
+    """Iterate over the pieces that overlap this rank's part, with the slices in both."""
     for offsets, sizes in boxes_of(target):
         for piece in layout.pieces:
             here, there = [], []
@@ -469,7 +469,7 @@ def _sizes_in(folder: Path) -> dict[str, int]:
     """Return the sizes of the files in a folder, by name."""
     sizes = {}
     for entry in os.scandir(folder):
-        with suppress(FileNotFoundError):  # it has just got its name
+        with suppress(FileNotFoundError):  # it has just been renamed
             sizes[entry.name] = entry.stat().st_size
     return sizes
 

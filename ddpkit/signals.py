@@ -1,4 +1,4 @@
-"""Handle, in blocks, the signals that ask a process to stop in good order."""
+"""Handle, within blocks, the signals that ask a process to stop."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-_AGAIN = 2.0  # seconds in which one more Ctrl-C is the same: torchrun passes on what the terminal sends to ranks, too
-_ENDING = 30.0  # seconds after a stop in which signals are passed over: srun ends ranks as soon as the first has ended
+_AGAIN = 2.0  # seconds in which another Ctrl-C counts as the same: torchrun forwards what ranks get from the terminal
+_ENDING = 30.0  # seconds after a stop in which signals are ignored: srun ends ranks as soon as the first one exits
 
 
 @dataclass(eq=False)
@@ -23,8 +23,8 @@ class Block:
 
     Attributes:
         signals: Their numbers.
-        ask: Called with the number of one that comes.
-        is_stopped: Whether, when the block is over, such a signal has stopped the ranks.
+        ask: Called with the number of each signal that arrives.
+        is_stopped: Whether, at the end of the block, such a signal has stopped the ranks.
     """
 
     signals: tuple[int, ...]
@@ -34,10 +34,10 @@ class Block:
 
 @dataclass
 class _Process:
-    """What is known of signals in this process; only its main thread changes it."""
+    """The state of signals in this process; only its main thread changes it."""
 
-    blocks: list[Block] = field(default_factory=list)  # those that are not over, the innermost last
-    former: dict[int, Any] = field(default_factory=dict)  # handlers in whose place ours are, by signal
+    blocks: list[Block] = field(default_factory=list)  # active blocks, the innermost last
+    former: dict[int, Any] = field(default_factory=dict)  # the handlers that ours replace, by signal
     pid: int = 0
     interrupted_at: float = -math.inf
     over_at: float = -math.inf  # when the last block ended
@@ -47,19 +47,19 @@ _process = _Process()
 
 
 def handled_signals() -> tuple[int, ...]:
-    """Return the numbers of the signals that ask this process to stop in good order."""
+    """Return the numbers of the handled signals."""
     return tuple({number: None for block in _process.blocks for number in block.signals})
 
 
 @contextmanager
 def handling(signals: Iterable[int], ask: Callable[[int], None]) -> Iterator[Block]:
-    """Call `ask` with the number of each signal that comes in this block, instead of what handled it before.
+    """Call `ask` with the number of each signal that arrives in this block, instead of its former handler.
 
-    One more Ctrl-C, 2 s after the first or later, ends the process.
+    Another Ctrl-C, 2 s after the first or later, ends the process.
 
     Args:
         signals: Numbers of the signals.
-        ask: What to call.
+        ask: Function to call.
 
     Raises:
         ValueError: If a signal cannot be handled, or this is not the main thread.
@@ -94,7 +94,7 @@ def _take_over(number: int) -> None:
 
 
 def put_back_unused() -> None:
-    """Put back the former handlers of signals that no block handles."""
+    """Restore the former handlers of signals that no block handles."""
     for number in _process.former.keys() - set(handled_signals()):
         _put_back(number)
 
@@ -107,7 +107,7 @@ def _put_back(number: int) -> None:
 
 @atexit.register
 def _ignore_at_exit() -> None:
-    """Ignore what is passed over, while the interpreter ends: it puts back defaults, by which such signals kill."""
+    """Ignore these signals while the interpreter exits: it restores defaults, which kill the process."""
     if os.getpid() != _process.pid:
         return
     for number in _process.former:
@@ -140,7 +140,7 @@ def _handle_after_the_block(number: int, now: float) -> None:
 
 
 def _handle_in_child(number: int) -> None:
-    """Let a child that was forked, such as a loader's worker, end as its rank does, or by SIGTERM as ever."""
+    """Let a forked child, such as a loader's worker, end as its rank does, or by SIGTERM as usual."""
     if number == signal.SIGTERM:
         _put_back(number)
         os.kill(os.getpid(), number)

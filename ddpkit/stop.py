@@ -1,4 +1,4 @@
-"""Stop all ranks at the same step when one of them gets a signal."""
+"""Stop all ranks after the same step when one of them receives a signal."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ from .watch.links import is_below
 from .watch.stop_agreement import StopAgreement, StopDecision, StopRequest
 
 log = logging.getLogger(__name__)
-_LATER = 10.0  # seconds that the others wait longer than rank 0, which knows and says whose answer is missing
-_OF_SHELLS = 128  # is added to the number of a signal to make an exit code
+_LATER = 10.0  # seconds that the other ranks wait longer than rank 0, which names the missing ones
+_OF_SHELLS = 128  # added to a signal's number to make an exit code
 
 
 @contextmanager
 def stopping(
     signals: Iterable[int] = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1),
 ) -> Iterator[Stop]:
-    """Let signals ask, in this block, that all ranks stop at the same step, instead of ending this process.
+    """Turn signals in this block into a request that all ranks stop after the same step.
 
-    A signal to any rank is enough. Call `now()` once a step, on every rank equally often; where it returns True, save
-    and leave the loop. The ranks agree through the connections by which they hear of failures: a step costs no
-    collective. Schedulers send such a signal some time before they end a job.
+    A signal to any rank is enough. Call `now()` once per step, equally often on every rank; if it returns True, save
+    and leave the loop. The ranks agree through the watch's connections: a step costs no collective. Schedulers send
+    such a signal some time before they end a job.
 
-    A second Ctrl-C, 2 s after the first or later, ends the process at once. Once all ranks of a job have stopped, they
-    stop at once in whatever block, until they leave the job.
+    A second Ctrl-C, 2 s after the first or later, ends the process at once. Once all ranks of a job have stopped, later
+    blocks stop at once, too, until the ranks leave the job.
 
     Args:
-        signals: Numbers of the signals. By default those of schedulers and of Ctrl-C: SIGTERM, SIGINT, SIGUSR1. Their
-            former handlers are put back at the block's end. Where a signal has stopped all ranks, such signals are
-            passed over for another 30 s, since launchers signal ranks as soon as the first one has ended (Ctrl-C, 2 s).
+        signals: Numbers of the signals; by default SIGTERM, SIGINT and SIGUSR1, which schedulers and Ctrl-C send. The
+            former handlers are restored at the end of the block. After a signal has stopped all ranks, such signals are
+            ignored for another 30 s (Ctrl-C for 2 s), because launchers signal ranks as soon as the first one exits.
 
     Raises:
-        NotSetUpError: If there are several ranks without the watch, which `setup(watch=True)` starts.
+        NotSetUpError: If there are several ranks without the watch; `setup(watch=True)` starts it.
         ValueError: If a signal cannot be handled, or this is not the main thread, where Python handles signals.
 
     Example:
@@ -69,7 +69,7 @@ def stopping(
     """
     if current_job.has_job() or dist.is_initialized():
         _has_peers()
-    elif not handled_signals():  # else it is the outer block's
+    elif not handled_signals():  # else the outer block's remain
         stop_agreement.forget()
     stop = Stop()
     try:
@@ -80,12 +80,12 @@ def stopping(
                 block.is_stopped = stop.signal > 0
         _say_what_came_too_late()
     finally:
-        if not (current_job.has_job() or handled_signals()):  # or the next job would hear of it
+        if not (current_job.has_job() or handled_signals()):  # or the request would reach the next job
             stop_agreement.forget()
 
 
 class Stop:
-    """The question whether all ranks stop now: see `stopping`.
+    """A request to stop all ranks; see `stopping`.
 
     Example:
         >>> with stopping() as stop:
@@ -95,16 +95,16 @@ class Stop:
     """
 
     def __init__(self) -> None:
-        self._request: StopRequest | None = None  # by which all stop, once they do
+        self._request: StopRequest | None = None  # the request, once all ranks stop
 
     def now(self) -> bool:
-        """Count a step, and return whether all ranks stop here: True on every rank at the same one, and from then on.
+        """Count a step; return whether all ranks stop here, at the same step on every rank, and from then on.
 
-        It waits for nothing as long as no rank has asked. Then a rank may wait for the others' answers, once.
+        It waits for nothing until a rank has asked; then it may wait for the other ranks' answers, once.
 
         Raises:
             BarrierTimeoutError: If a rank does not answer within the time-out of `setup()`.
-            NotSetUpError: As `stopping`, where the job was joined in its block.
+            NotSetUpError: As for `stopping`, if the block joined the job.
             PeerError: If a rank fails meanwhile.
         """
         several = _has_peers()
@@ -124,26 +124,26 @@ class Stop:
         return True
 
     def ask(self, reason: str) -> None:
-        """Ask that all ranks stop, as a signal to this rank does; for example because its time is up.
+        """Ask all ranks to stop, as a signal to this rank does, for example at a time limit.
 
         One rank is enough, and none waits.
 
         Args:
-            reason: Why, for the log.
+            reason: Reason, for the log.
         """
         _ask(str(reason))
 
     @property
     def reason(self) -> str | None:
-        """Why all ranks stop, as in "rank 1 (node2) got SIGTERM"; None as long as `now()` has not returned True."""
+        """Reason why all ranks stop, such as "rank 1 (node2) got SIGTERM"; None until `now()` returns True."""
         return None if self._request is None else str(self._request)
 
     @property
     def exit_code(self) -> int:
-        """The code for `sys.exit()` when the script has left the job, so that a scheduler sees that it is not done.
+        """Code for `sys.exit()` after the script left the job, which tells a scheduler that the run is not done.
 
-        It is 128 and the number of the signal, as shells count. It is 0 if no signal has stopped the ranks, and under
-        torchrun, which would start them again after any other.
+        128 plus the number of the signal, as in shells. 0 if no signal stopped the ranks, and under torchrun, which
+        restarts ranks after any other code.
         """
         if self.signal == 0 or ranks.current_launch().kind == "torchrun":
             return 0
@@ -151,27 +151,27 @@ class Stop:
 
     @property
     def signal(self) -> int:
-        """The number of the signal that has stopped all ranks, 0 if none has."""
+        """Number of the signal that stopped all ranks; 0 if none did."""
         return 0 if self._request is None else self._request.signal
 
 
 def _has_peers() -> bool:
-    """Return whether this rank is one of several; raise an error if these cannot agree."""
+    """Return whether this rank is one of several; raise if these cannot agree."""
     if not lifecycle.joined():
         return False
     if not current_job.is_watched():
         raise NotSetUpError(
-            "stopping() needs the connections of the watch, by which the ranks agree: call ddpkit.setup(watch=True), "
-            "also where somebody else has made the process group."
+            "stopping() needs the watch, through which the ranks agree: call ddpkit.setup(watch=True), "
+            "even if other code has made the process group."
         )
     return True
 
 
 def _ask(reason: str, number: int = 0) -> None:
-    """Ask for this rank that all stop; a signal handler may call it."""
+    """Ask on behalf of this rank that all stop; safe in a signal handler."""
     request = StopRequest(ranks.get_rank(), socket.gethostname(), reason, number)
     is_first = stop_agreement.ask(request)
-    if is_first and not current_job.is_watched():  # else rank 0 says so
+    if is_first and not current_job.is_watched():  # else rank 0 logs it
         _thread.start_new_thread(log.warning, ("%s", request.announcement()))
 
 
@@ -187,15 +187,15 @@ def _name_of(number: int) -> str:
 
 
 def _say_what_came_too_late() -> None:
-    """Log a request after which no step was counted any more, whether or not the ranks have agreed on one."""
+    """Log a request that came after the last counted step, whether or not the ranks agreed."""
     agreement = stop_agreement.current()
     request = agreement.request
     if request is not None and not agreement.is_reached() and not handled_signals():
-        log.warning("%s, but no step came after it in the block of stopping(): nothing was stopped.", request)
+        log.warning("%s, but no step followed in the block of stopping(): nothing was stopped.", request)
 
 
 def _wait_for_decision(session: Session, agreement: StopAgreement) -> None:
-    """Wait until rank 0 has said at which step all stop; or until it has left, or a rank that would pass it on."""
+    """Wait until rank 0 announces the step at which all stop, or until it or a rank between has left."""
 
     def is_decided() -> bool | None:
         is_cut_off = any(is_below(session.rank, other) for other in session.failures.left)
@@ -220,22 +220,22 @@ def _wait_for_decision(session: Session, agreement: StopAgreement) -> None:
         session.until(is_decided, timeout, late)
 
 
-# A loader's workers live on when ranks are asked to stop.
+# Keep a loader's workers alive when ranks are asked to stop.
 #
-# Such a signal often goes to workers, too: torchrun, Slurm and terminals send it to all processes of a rank. A worker
-# that it ended would be an error in the loop, before all ranks have come to the step at which they stop.
+# Such signals often reach workers, too: torchrun, Slurm and terminals signal all processes of a rank. A worker that
+# ends would raise in the loop before all ranks have reached the step at which they stop.
 
 _enduring: WeakSet[BaseProcess] = WeakSet()
-os.register_at_fork(after_in_child=_enduring.clear)  # they are no children of a child
+os.register_at_fork(after_in_child=_enduring.clear)  # a child has no workers of its own
 
 
 @contextmanager
 def enduring_workers(of: DataLoader[Any]) -> Iterator[None]:
-    """Let the workers that a loader starts in this block pass over what `stopping()` handles now, if it does.
+    """Let workers that a loader starts in this block ignore the signals that `stopping()` handles, if it does.
 
-    They end when the loader tells them to, or when this process is dead. Until they can pass over such signals these
-    are blocked, which a process that is forked or spawned inherits; one that comes meanwhile is handled here when
-    the block ends.
+    They end when the loader ends them, or when this process dies. Until a worker can ignore the signals, they are
+    blocked, which forked and spawned processes inherit; a signal that arrives meanwhile is handled here at the end of
+    the block.
     """
     signals = handled_signals()
     if not signals or of.num_workers == 0:
@@ -246,7 +246,7 @@ def enduring_workers(of: DataLoader[Any]) -> Iterator[None]:
     of.worker_init_fn = functools.partial(_pass_over, signals, given)
     context: Any = of.multiprocessing_context or multiprocessing
     if context.get_start_method() != "fork":
-        resource_tracker.ensure_running()  # which unblocks signals here when it starts
+        resource_tracker.ensure_running()  # starting it later would unblock signals here
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
@@ -259,9 +259,9 @@ def enduring_workers(of: DataLoader[Any]) -> Iterator[None]:
 
 
 def _pass_over(signals: tuple[int, ...], given: Callable[[int], None] | None, worker_id: int) -> None:
-    """Begin as a worker that passes over signals, and go on with the loader's own `worker_init_fn`."""
+    """Start as a worker that ignores signals, then run the loader's own `worker_init_fn`."""
     for number in signals:
-        signal.signal(number, _do_nothing)  # not SIG_IGN, which programs that the worker starts would inherit
+        signal.signal(number, _do_nothing)  # not SIG_IGN, which programs started by the worker would inherit
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     if given is not None:
         given(worker_id)
@@ -273,7 +273,7 @@ def _do_nothing(number: int, frame: FrameType | None) -> None:
 
 @atexit.register
 def _kill_the_rest() -> None:
-    """End those that are left when this process ends, for Python would send them SIGTERM and wait."""
+    """End remaining workers when this process ends: Python would send them SIGTERM and wait."""
     alive = [worker for worker in _enduring if worker.is_alive()]
     if alive:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise

@@ -1,7 +1,7 @@
-"""The process group that exists in this process, whoever made it; and the only reaches into torch's private parts.
+"""The process group that exists in this process, and the only uses of torch's private interfaces.
 
-A group is identified by the object itself: a library may destroy its group and make another with the same name, rank
-and size. No reference to it is kept, for then it would outlive its own destruction.
+A group is identified by the object itself: a library may destroy its group and create another with the same name, rank
+and size. No strong reference to it is kept, because it would outlive its destruction.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _ORDINARY_MODULES = ("torch", "torch.nn.parameter")  # of Tensor and Parameter
 
 
 def current_group() -> Any:
-    """Return torch's default process group, None if there is none; a tenth of a microsecond."""
+    """Return torch's default process group, None if there is none; takes a tenth of a microsecond."""
     return dist.group.WORLD
 
 
 def reference(group: Any) -> Callable[[], Any]:
-    """Return a function that gives the group as long as it lives, then None."""
+    """Return a function that returns the group as long as it exists, then None."""
     return no_group if group is None else weakref.ref(group)
 
 
@@ -44,10 +44,10 @@ def group_store() -> dist.Store:
 
 
 def gloo_address(group: Any) -> bytes:
-    """Return where gloo listens for the other ranks of a group: as the kernel writes it, and more; b"" if nowhere.
+    """Return where gloo listens for the other ranks of a group, in the kernel's form, and more; b"" if nowhere.
 
-    gloo publishes the length of the host's name, that, the length of the address, that. (Private, the same from torch
-    2.6 to 2.13.)
+    gloo publishes the length of the host's name, the name, the length of the address, the address. (Private, the same
+    from torch 2.6 to 2.13.)
     """
     _, store = dist.distributed_c10d._world.pg_map[group]
     key = f"cpu//0/{group.rank()}"
@@ -58,15 +58,15 @@ def gloo_address(group: Any) -> bytes:
 
 
 def other_groups_were_made() -> bool:
-    """Return whether there is, or was, a group beside the default one (private, the same from torch 2.6 to 2.13)."""
+    """Return whether there is, or was, a group besides the default one (private, the same from torch 2.6 to 2.13)."""
     world = dist.distributed_c10d._world
-    if world.group_count > 1:  # which counts those, too, that this rank is not in
+    if world.group_count > 1:  # counts groups without this rank, too
         return True
     return len(groups()) > 1
 
 
 def groups() -> list[Any]:
-    """Return the groups that there are in this process (private, the same from torch 2.6 to 2.13)."""
+    """Return the groups in this process (private, the same from torch 2.6 to 2.13)."""
     return list(dist.distributed_c10d._world.pg_map)
 
 
@@ -76,11 +76,11 @@ def abort_group() -> None:
 
 
 def no_group() -> None:
-    """Stand for the reference to a group where there is none."""
+    """Stand in for the reference to a group if there is none."""
 
 
 def is_dtensor(value: Any) -> bool:
-    """Return whether this is a DTensor, which `fully_shard` and tensor parallelism make of parameters."""
+    """Return whether this is a DTensor, into which `fully_shard` and tensor parallelism turn parameters."""
     if type(value).__module__ in _ORDINARY_MODULES:
         return False
     return _is_of(value, "torch.distributed.tensor", "DTensor")
@@ -97,7 +97,7 @@ def is_mesh(value: Any) -> bool:
 
 
 def _is_of(value: Any, module: str, name: str) -> bool:
-    """Return whether a value is of a class; its module is not imported, which takes long: until then there is none."""
+    """Return whether a value is of a class; its module, slow to import, is not imported: without it no value is."""
     kind = getattr(sys.modules.get(module), name, None)
     return isinstance(kind, type) and isinstance(value, kind)
 
@@ -105,8 +105,8 @@ def _is_of(value: Any, module: str, name: str) -> bool:
 def is_sharded(value: Any) -> bool:
     """Return whether torch spreads this tensor over ranks (`fully_shard`, FSDP, tensor parallelism).
 
-    (Modules of some of its classes are private, and so is the mark that FSDP puts on parameters which it replaces by
-    views of its own. The same from torch 2.6 to 2.13.)
+    (Modules of some of its classes are private, and so is FSDP's mark on the parameters that it replaces by views. The
+    same from torch 2.6 to 2.13.)
     """
     if getattr(value, "_fsdp_flattened", False) is True:
         return True
@@ -123,16 +123,16 @@ def has_no_memory(tensor: Tensor) -> bool:
 def is_compiled(module: nn.Module) -> bool:
     """Return whether `torch.compile` made this module (private, the same from torch 2.6 to 2.13).
 
-    The class is not imported here, which takes seconds: before somebody else has imported it, no module is of it.
+    The class, which takes seconds to import, is not imported here: without it no module is of it.
     """
     compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
     return compiled is not None and isinstance(module, compiled)
 
 
 def rebuild_buckets(model: DistributedDataParallel) -> None:
-    """Do what the first forward after DDP's first backward begins with, if it is still to come. Collective then.
+    """Run the start of the first forward after DDP's first backward, if it is still due. Collective then.
 
-    The ranks agree on the buckets in which gradients travel (private, the same from torch 2.6 to 2.13).
+    The ranks agree on the gradient buckets in it (private, the same from torch 2.6 to 2.13).
     """
     model.reducer._rebuild_buckets()
 
@@ -144,28 +144,28 @@ def tensors_in(output: Any) -> Iterable[Tensor]:
 
 
 def remove_hooks(model: DistributedDataParallel) -> None:
-    """Take off a DDP the hooks by which it averages gradients."""
+    """Remove the hooks with which a DDP model averages gradients."""
     model._remove_autograd_hooks()  # type: ignore[no-untyped-call]
 
 
 def is_of_broken_loader(error: BaseException) -> bool:
-    """Return whether a loader has lost a worker, or waits for one too long (private, the same from torch 2.6 to 2.13).
+    """Return whether a loader lost a worker, or waited for one too long (private, the same from torch 2.6 to 2.13).
 
-    Such an error says nothing about a batch.
+    Such an error is not about a batch.
     """
     text = error.args[0] if error.args else ""
     return type(error) is RuntimeError and isinstance(text, str) and text.startswith(_OF_BROKEN_LOADERS)
 
 
 def is_from_worker(error: BaseException) -> bool:
-    """Return whether a worker of a loader has raised an exception, while it made a batch (as in torch 2.6 to 2.13)."""
+    """Return whether a loader's worker raised an exception while making a batch (as in torch 2.6 to 2.13)."""
     return any("Original Traceback (most recent call last)" in str(each) for each in error.args)
 
 
 class WithoutWorkerInfo:
-    """Let `get_worker_info()` return None in a block, as outside of a loader's workers.
+    """Make `get_worker_info()` return None in a block, as outside a loader's workers.
 
-    (Private, the same from torch 2.6 to 2.13. A class, since a block is entered for each sample.)
+    (Private, the same from torch 2.6 to 2.13. A class, because a block is entered for each sample.)
     """
 
     def __enter__(self) -> None:
@@ -179,7 +179,7 @@ class WithoutWorkerInfo:
 
 
 def after_backward(function: Callable[[], None]) -> None:
-    """Call a function at the end of the backward that is running, after those that were given before (private).
+    """Call a function at the end of the running backward, after those registered before (private).
 
     The same from torch 2.6 to 2.13.
     """
@@ -187,21 +187,21 @@ def after_backward(function: Callable[[], None]) -> None:
 
 
 def accumulates(parameter: Tensor) -> bool:
-    """Return whether the backward that is running adds to a parameter's gradient (private, as in torch 2.6 to 2.13).
+    """Return whether the running backward accumulates into a parameter's gradient (private, as in torch 2.6 to 2.13).
 
     `torch.autograd.grad` does not, and transforms of `torch.func` do not.
     """
     try:
         node = torch.autograd.graph.get_gradient_edge(parameter).node
         return torch._C._will_engine_execute_node(node)
-    except (AttributeError, RuntimeError):  # in a transform; of a gradient that grad() was asked for
+    except (AttributeError, RuntimeError):  # in a transform, or a gradient that grad() computes
         return False
 
 
 def in_autograd_thread() -> bool:
-    """Return whether a backward runs this in a thread of the engine's own (private, the same from torch 2.6 to 2.13).
+    """Return whether a backward runs this in one of the engine's threads (private, the same from torch 2.6 to 2.13).
 
-    Python has no name for such a thread; one of a script may run a backward, too.
+    Python has no name for such a thread; a script's thread may run a backward, too.
     """
     is_of_python = not threading.current_thread().name.startswith("Dummy-")
     return not is_of_python and torch._C._current_graph_task_id() != -1
@@ -225,7 +225,7 @@ def version_of(tensor: Tensor | None) -> int:
 def module_versions(state_dict: Any) -> dict[str, Any]:
     """Return the versions of a state dict's modules, by path (private, the same from torch 2.6 to 2.13).
 
-    By them `load_state_dict()` migrates an older state; it does so, too, with one that has no version.
+    `load_state_dict()` uses them to migrate an older state, as it does with one that has no version.
     """
     versions: dict[str, Any] = getattr(state_dict, "_metadata", {})
     return versions
@@ -237,9 +237,9 @@ def set_module_versions(state_dict: Any, versions: dict[str, Any]) -> None:
 
 
 def untraced(fn: F) -> F:
-    """Have `torch.compile` call a function as it is, instead of tracing it and what it calls: a graph break.
+    """Make `torch.compile` call a function as it is, instead of tracing it and its calls: a graph break.
 
-    It is what `torch.compiler.disable` does, which takes seconds to import and slows down each call. (The marks are
+    It does what `torch.compiler.disable` does, which takes seconds to import and slows down each call. (The marks are
     private, the same from torch 2.6 to 2.13. The frames' strategy came with 2.7; without it, compiled code that calls
     the function may fail as if it were not marked.)
     """

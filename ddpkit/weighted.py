@@ -1,4 +1,4 @@
-"""Draw samples in proportion to weights: one draw that all ranks share."""
+"""Draw samples in proportion to weights, in one draw for all ranks."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
 
 class DistributedWeightedSampler(ResumableSampler):
-    """Draw samples in proportion to weights, one global draw per (seed, epoch) for all ranks.
+    """Draw samples in proportion to weights, in one global draw per (seed, epoch) for all ranks.
 
     `torch.utils.data.WeightedRandomSampler` for any number of ranks, resumable. It takes O(n) time
     and memory.
 
     Args:
-        weights: Weight per sample, shape (n,), finite, not negative; they need not add up to one.
-            They are copied: for others make another sampler, on every rank.
-        num_samples: Samples to draw per epoch by all ranks together; padded from the front to a
-            multiple of the ranks.
-        num_replicas: Number of ranks; the world size by default.
-        rank: This rank, by default the process's own.
-        replacement: Whether a sample may come more than once.
+        weights: Weight per sample, shape (n,), finite, not negative; the sum is arbitrary. They are
+            copied: to change them create another sampler, on every rank.
+        num_samples: Samples per epoch of all ranks together; padded from the front to a multiple of
+            the ranks.
+        num_replicas: Number of ranks; by default the world size.
+        rank: This rank; by default the process's own.
+        replacement: Whether a sample may be drawn more than once.
         seed: Any integer, the same on every rank.
 
     Raises:
-        ValueError: If weights are no such vector, or, without replacement, fewer than ``num_samples``
-            are positive.
+        ValueError: If weights are not such a vector or, without replacement, fewer than
+            ``num_samples`` of them are positive.
 
     References:
         Without replacement: Efraimidis and Spirakis, Weighted random sampling with a reservoir,
@@ -95,7 +95,7 @@ class DistributedWeightedSampler(ResumableSampler):
             return np.argsort(times, kind="stable")[: self.n].take
 
     def _uniform(self, count: int) -> npt.NDArray[np.float64]:
-        """Draw numbers in [0, 1) that depend on seed, epoch and the number of weights."""
+        """Draw numbers in [0, 1) that depend on seed, epoch and number of weights."""
         key = hash_seeds("weighted", self.seed, self.epoch, len(self.weights))
         bits = np.random.PCG64(key).random_raw(count) >> np.uint64(11)
         return bits.astype(np.float64) * 2.0**-53

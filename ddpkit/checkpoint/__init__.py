@@ -1,1 +1,1 @@
-"""Save a run, and go on with it."""
+"""Save and resume a run."""

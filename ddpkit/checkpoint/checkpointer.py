@@ -1,4 +1,4 @@
-"""Checkpoints of a whole run: complete or not there, and loadable on any number of ranks."""
+"""Checkpoints of a whole run: complete or absent, and loadable on any number of ranks."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ from .saving import (
 )
 from .states import has_names, sharding
 
-_RESERVED = ("step", "score")  # in what load() returns: the checkpoint's own
+_RESERVED = ("step", "score")  # keys in the result of load()
 
 
 class Checkpointer:
-    """Saves and restores a run in one folder that every rank can read.
+    """Saves and restores a run in a folder shared by all ranks.
 
-    A checkpoint is one file that plain `torch.load` reads, too:
-    `torch.load(path)["state"]["model"]`. Of sharded tensors (`fully_shard`, HSDP, tensor
-    parallelism) the file has the shapes, and each rank writes its own pieces beside it. A checkpoint
-    becomes visible when it is complete and on the disk; then the text file `latest` lists it, the
-    last written first. While a `Checkpointer` that has saved exists, no other job can save into its
-    folder, nor one of this job that keeps others.
+    A checkpoint is one file that plain `torch.load` can read:
+    `torch.load(path)["state"]["model"]`. For sharded tensors (`fully_shard`, HSDP, tensor
+    parallelism) the file holds the shapes, and each rank writes its own pieces beside it. A checkpoint
+    becomes visible when it is complete and on the disk; the text file `latest` then lists it, last written
+    first. While a `Checkpointer` that has saved exists, no other job can save into its folder, nor
+    can one in this job with other `keep` or `keep_best`.
 
     Args:
-        folder: Where the checkpoints live; made by the first `save()`. A relative path is relative
-            to the directory in which the `Checkpointer` is made, `~` is the home folder.
+        folder: Folder of the checkpoints; the first `save()` creates it. A relative path is relative
+            to the current directory when the `Checkpointer` is created; `~` is the home folder.
         keep: Number of checkpoints to keep, the last written ones; at least 1.
-        keep_best: Number of checkpoints to keep besides, those with the greatest `score`.
+        keep_best: Number of checkpoints with the greatest `score` to keep in addition.
 
     Raises:
         ValueError: If a number is out of range, or `folder` is a file.
@@ -93,9 +93,9 @@ class Checkpointer:
         self._lock: FolderLock | None = None
         self._writing: Writing | None = None  # until its error was raised on all ranks
         self._memory: Memory = {}  # of the last copy
-        self._is_shared = False  # other ranks than rank 0 write something, too
+        self._is_shared = False  # whether ranks other than rank 0 write something
         if "torch.distributed.tensor" in sys.modules:
-            sharding()  # not first at a save in a hurry
+            sharding()  # import it now, not during an urgent save
         if self.folder.exists() and not self.folder.is_dir():
             problem = f"The checkpoint folder {self.folder} is a file."
             raise ValueError(f"{problem} Pass a folder, or a path not yet in use.")
@@ -107,10 +107,7 @@ class Checkpointer:
         return f"{text})"
 
     def steps(self) -> list[int]:
-        """Return the steps of the checkpoints in the folder, in increasing order.
-
-        They are not opened.
-        """
+        """Return the steps of the checkpoints in the folder, in increasing order, without opening them."""
         return sorted({step_of(name) for name in find_checkpoints(self.folder)})
 
     def save(
@@ -124,43 +121,41 @@ class Checkpointer:
     ) -> Path:
         """Write a checkpoint; delete all but the last `keep` and the best `keep_best`. Collective.
 
-        Only rank 0's state is written, so it must be that of every rank, to the last bit; each rank
-        computes a digest of its own to make sure. Of a DTensor each rank writes its own piece; pieces
-        that several ranks hold are compared among these, and written once. Not compared are buffers
-        of a model in DDP that sends rank 0's to all before the next forward, and optimizers with
+        Only rank 0's state is written, so all ranks' states must be equal to the last bit; each rank
+        computes a digest to check. Of a DTensor each rank writes its own piece; pieces held by several
+        ranks are compared among them and written once. Exceptions to the check are buffers of a DDP
+        model that broadcasts rank 0's before the next forward, and optimizers with
         `consolidate_state_dict()`, which is called.
 
         Args:
             step: Optimiser steps done, at least 0; it names the file. The same on every rank.
-            score: How good this checkpoint is, greater being better, for `load_best()`. The same on
-                every rank.
-            per_rank: What each rank has its own of, by name, but not "step" or "score": kinds of
-                values as in `state`, which may be others on each rank. All are written, and loading
-                takes as many ranks.
+            score: Quality of the checkpoint, greater is better, for `load_best()`. The same on every
+                rank.
+            per_rank: Values that differ between ranks, by name (not "step" or "score"), of the types
+                allowed in `state`. All are written; loading then needs the same number of ranks.
             wait: Whether to wait until the checkpoint is complete. If not, rank 0 copies the states
-                (every rank its own pieces) into memory of its own, and a thread writes them; they
-                may be changed at once. The next call that saves, loads or waits begins when the
-                checkpoint is complete, and raises what went wrong. The process does not end before
-                it either, unless it is killed. The same on every rank.
+                (each rank its own pieces), and a thread writes the copy; the states may change at
+                once. The next call that saves, loads or waits first waits for it, and raises its
+                error. The process does not exit before it is complete, unless it is killed. The same
+                on every rank.
             **state: What to save: anything with `state_dict()` (modules, wrapped, compiled or not;
-                optimizers, schedulers, loaders), or plain data (numbers, strings, tensors, and
-                dicts, lists and tuples of them). NumPy's numbers and strings come back as Python's.
-                Each rank's random number generators are added: those of `random`, NumPy (the global
-                one) and torch, on the CPU and on the rank's accelerator.
+                optimizers, schedulers, loaders), or plain data (numbers, strings, tensors, and dicts,
+                lists and tuples of them). NumPy's numbers and strings become Python's. Each rank's
+                random number generators are added: `random`, NumPy (the global one) and torch, on the
+                CPU and the rank's accelerator.
 
         Returns:
-            The file's path. Without waiting, the file is not there yet.
+            The file's path. With `wait=False` the file does not exist yet.
 
         Raises:
-            CheckpointError: On every rank, if the ranks' states differ, if a tensor is sharded in
-                another way than DTensors are (torch's first FSDP), or in `per_rank`, if another job
-                writes into the folder, or a `Checkpointer` of this one that has another `keep` or
-                `keep_best`, if a rank cannot write, or if loading a value would need code from the
-                file. The checkpoints written before stay as they are. If only `latest` cannot be
-                written, the message says that the checkpoint itself is complete. If it is the error
-                of a save before, which was not waited for, the message says so, and nothing was
-                saved.
-            MismatchError: If the ranks pass other steps, scores, names or ``wait``; if another rank
+            CheckpointError: On every rank, if states differ between ranks, a tensor is sharded other
+                than as a DTensor (FSDP1) or in `per_rank`, another job, or a `Checkpointer` of this
+                one with other `keep` or `keep_best`, writes into the folder, a rank cannot write, or
+                loading a value would need code from the file. Earlier checkpoints stay. If only
+                `latest` cannot be written, the message says that the checkpoint itself is complete.
+                If it is the error of an earlier `save(wait=False)`, the message says so, and nothing
+                was saved.
+            MismatchError: If steps, scores, names or ``wait`` differ between ranks, or another rank
                 passes a bad argument.
             TypeError: If an argument is of a wrong type.
             ValueError: If a number is out of range, or a name is used twice.
@@ -194,10 +189,10 @@ class Checkpointer:
         return path
 
     def wait(self) -> None:
-        """Wait until the checkpoint is complete that `save(wait=False)` has begun. Collective.
+        """Wait until the checkpoint of `save(wait=False)` is complete. Collective.
 
-        `distributed()` calls it where its block ends. Without that, call it where the training ends: an
-        error of the last save has no other call to raise it, and is only logged.
+        `distributed()` calls it at the end of its block. Otherwise call it at the end of the training:
+        if no further call raises an error of the last save, it is only logged.
 
         Raises:
             CheckpointError: On every rank, if the checkpoint could not be written.
@@ -208,15 +203,14 @@ class Checkpointer:
     def load_latest(self, **objects: Any) -> dict[str, Any] | None:
         """Restore the last complete checkpoint, as `load()` does. Collective.
 
-        A file that cannot be read is reported as a warning and left alone, and the one before it is
-        taken.
+        A file that cannot be read causes a warning, and the one before it is loaded.
 
         Returns:
-            What `load()` returns; None if the folder holds no checkpoint.
+            The result of `load()`; None if the folder holds no checkpoint.
 
         Raises:
-            CheckpointError: On every rank, if there are checkpoints but none can be read, with the
-                reason for each; or as `load()` does.
+            CheckpointError: On every rank, if no checkpoint can be read, with the reason for each; or
+                as `load()` does.
             MismatchError: As `load()` does.
             TypeError: As `load()` does.
         """
@@ -224,9 +218,9 @@ class Checkpointer:
         return load_first(self.folder, find_checkpoints, objects)
 
     def load_best(self, **objects: Any) -> dict[str, Any] | None:
-        """Restore the checkpoint with the greatest score, the last of equal ones. Collective.
+        """Restore the checkpoint with the greatest score, the latest of equal ones. Collective.
 
-        In everything else it is `load_latest()`; None if no checkpoint has a score.
+        Otherwise like `load_latest()`; None if no checkpoint has a score.
         """
         self._begin_load("Checkpointer.load_best", objects)
         return load_first(self.folder, find_best, objects)
@@ -234,29 +228,28 @@ class Checkpointer:
     def load(self, path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
         """Restore one checkpoint, in place. Collective.
 
-        Nothing is changed on any rank unless the file is whole and fits the objects of every rank.
-        Without `objects` the file is only read. With some, the random number generators are
-        restored too: each rank's own if as many ranks saved them, else new ones derived from the
-        saved.
+        Nothing changes on any rank unless the file is complete and fits the objects of every rank.
+        Without `objects` the file is only read. With `objects` the random number generators are
+        restored, too: each rank's own if the same number of ranks saved them, else new ones derived
+        from the saved ones.
 
         Args:
             path: A file that `save()` wrote.
-            **objects: What to restore, by the names given to `save()`: anything with `state_dict()`
+            **objects: Objects to restore, by the names given to `save()`: anything with `state_dict()`
                 and `load_state_dict()`. A module may be wrapped, compiled or sharded differently now.
 
         Returns:
-            `step`, `score` if there is one, and whatever else was saved and not restored into an
-            object, tensors on the CPU; but sharded tensors are read only if there are no `objects`,
-            else they are on the meta device.
+            `step`, `score` if there is one, and everything that was not restored into an object, with
+            tensors on the CPU. Sharded tensors are read only without `objects`; with them, they are on
+            the meta device.
 
         Raises:
             TypeError: If an object has no `load_state_dict()`.
-            CheckpointError: On every rank, if the file is damaged, holds pickled code, lacks a name
-                or does not fit an object, if another rank reads another file, or if it holds states
-                per rank of another number of ranks. If an object's `load_state_dict()` raises, the
-                message says that the objects are in an undefined state: load again, or create them
-                again.
-            MismatchError: If the ranks pass other names; if another rank passes a bad argument.
+            CheckpointError: On every rank, if the file is damaged, holds pickled code, lacks a name or
+                does not fit an object, if ranks read different files, or if it holds values per rank
+                of another number of ranks. If an object's `load_state_dict()` raises, the message says
+                that the objects are in an undefined state: load again, or create them again.
+            MismatchError: If names differ between ranks, or another rank passes a bad argument.
         """
         with raise_everywhere("Checkpointer.load"):
             file = _as_path(path)
@@ -264,18 +257,18 @@ class Checkpointer:
         return load_file(file, objects)
 
     def _begin_load(self, call: str, objects: Mapping[str, Any]) -> None:
-        """Check the objects to restore, and finish what is being written. Collective."""
+        """Check the objects to restore, and wait for unfinished writing. Collective."""
         with raise_everywhere(call):
             for name, target in objects.items():
                 if not hasattr(target, "load_state_dict") or not hasattr(target, "state_dict"):
                     problem = f"{name}={target!r} has no load_state_dict()."
-                    raise TypeError(f"{problem} Plain data comes back in the returned dict.")
+                    raise TypeError(f"{problem} Plain data is in the returned dict.")
         check_fingerprint(fingerprint_of(call, {"names": ", ".join(objects)}))
         try_on_all(lambda: refuse_sharded(call, objects, {}))
         self._wait_for_writing()
 
     def _prepare_folder(self, sharded: Any) -> None:
-        """Lock the folder for this process, and for the rule by which checkpoints are kept, on rank 0."""
+        """Lock the folder for this process, and for its rule of keeping checkpoints, on rank 0."""
         if not is_main_process():
             return
         with writing_into(self.folder):
@@ -285,8 +278,8 @@ class Checkpointer:
             others = [repr(each) for each in self._lock.writers if (each.keep, each.keep_best) != rule]
             if others:
                 raise CheckpointError(
-                    f"{others[0]} saves here, too, and keeps other checkpoints than {self!r}: "
-                    "each would delete the other's. Give each a folder of its own."
+                    f"{others[0]} also saves here, and keeps other checkpoints than {self!r}: "
+                    "each would delete the other's. Give each its own folder."
                 )
             self._lock.writers.add(self)
             finish_writing(self.folder)  # of another Checkpointer
@@ -295,7 +288,7 @@ class Checkpointer:
                 sharded.folder.mkdir()
 
     def _start_writing(self, path: Path, collected: Collected, wait: bool) -> None:
-        """Let a thread write what is this rank's; if nobody waits for it, from a copy."""
+        """Start a thread that writes this rank's part; from a copy if nobody waits for it."""
         content: dict[str, Any] | None = collected.content
         sharded = collected.sharded
         doing = "" if wait else f"Saving step {step_of(path.name)} without waiting failed: "
@@ -306,7 +299,7 @@ class Checkpointer:
         pieces = [] if sharded is None else sharded.pieces
         get_saved = snapshot((content, pieces), None if wait else self._memory)
 
-        def write_it(check: Callable[[], None]) -> None:  # while it lasts it keeps `self`, and so the lock
+        def write_it(check: Callable[[], None]) -> None:  # it keeps `self`, and so the lock, alive
             write(path, get_saved(), sharded, (self.keep, self.keep_best), check)
 
         self._writing = Writing(write_it, wait, doing)
@@ -315,7 +308,7 @@ class Checkpointer:
             self._lock.writing = self._writing
 
     def _wait_for_writing(self) -> None:
-        """Wait until this job has written what it has begun; raise what went wrong, on every rank. Collective."""
+        """Wait for this job's unfinished writing; raise its error on every rank. Collective."""
         current_job.finish_before_leaving(self, None)
         writing, self._writing = self._writing, None
         if writing is not None and not is_main_process():
@@ -328,23 +321,23 @@ class Checkpointer:
 
 
 def _as_path(path: str | os.PathLike[str]) -> Path:
-    """Return a path that means the same after the script has changed its directory; `~` is the home folder."""
+    """Return an absolute path, so that the script may change its directory; `~` is the home folder."""
     return Path(path).expanduser().absolute()
 
 
 def _checked_values(per_rank: Mapping[str, Any] | None, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what each rank has its own of, by name.
+    """Return the values per rank, by name.
 
     Raises:
-        TypeError: If it is no mapping from names.
-        ValueError: If a name is one of the checkpoint's own, or of a state of all ranks.
+        TypeError: If it is not a mapping with names as keys.
+        ValueError: If a name is reserved, or also names a state of all ranks.
     """
     own = {} if per_rank is None else per_rank
     if not has_names(own):
         raise TypeError(f"per_rank must be a dict of values by name, got {per_rank!r}.")
     for name in own:
         if name in _RESERVED:
-            raise ValueError(f"per_rank cannot hold {name}, under which load() returns the checkpoint's own.")
+            raise ValueError(f"per_rank cannot hold {name}: load() returns the checkpoint's own under that name.")
         if name in state:
-            raise ValueError(f"Passed twice, in per_rank and as keyword: {name}. Pass each once.")
+            raise ValueError(f"Passed both in per_rank and as keyword: {name}. Pass each once.")
     return dict(own)

@@ -1,7 +1,7 @@
-"""Files that are whole or not there: written under another name, then renamed, with a checksum.
+"""Files that are complete or absent: written under another name, then renamed, with a checksum.
 
-They are `torch.save`'s zip archives, so plain `torch.load` reads them, and one more line with their
-checksum, which reading verifies.
+They are zip archives of `torch.save`, which plain `torch.load` reads, plus one line with their checksum, which ddpkit
+verifies when reading.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ import torch
 from ..errors import CheckpointError
 from .states import has_names, without_tensors
 
-FORMAT = 1  # of a checkpoint's content
-FORMAT_WITH_PIECES = 2  # of one with sharded tensors, whose pieces are in a folder beside it
+FORMAT = 1  # version of a checkpoint's content
+FORMAT_WITH_PIECES = 2  # the same with sharded tensors, whose pieces are in a folder beside it
 _ADVICE = "Save numbers, strings, tensors, or dicts, lists and tuples of them."
 _MARK = b"\nchecksum:"
 _LAST_LINE = len(_MARK) + 8 + 1  # bytes: the mark, the checksum, a newline
-_BLOCK = 1 << 20  # bytes that are read at a time
+_BLOCK = 1 << 20  # bytes read at a time
 
 
 def write_durably(path: Path, write: Callable[[BinaryIO], Any]) -> None:
-    """Write a file so that a crash at any moment leaves either the old one or the new one.
+    """Write a file so that a crash at any moment leaves either the old or the new one.
 
     Args:
-        path: The file's name in an existing folder; `<path>.tmp` is used meanwhile.
-        write: Gets the file, open for writing bytes.
+        path: File name in an existing folder; `<path>.tmp` is used meanwhile.
+        write: Receives the file, open for writing bytes.
 
     Raises:
-        OSError: If it cannot be written, for example on a full disk; the old file is untouched.
+        OSError: If writing fails, for example on a full disk; the old file is untouched.
     """
-    # in the same folder: a rename is atomic within one file system
+    # in the same folder: a rename is atomic within one file system only
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)
     try:
-        with open(temporary, "xb") as file:  # a new one: a link with this name would be followed
+        with open(temporary, "xb") as file:  # a new file: a link with this name would be followed
             write(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    with suppress(OSError):  # where the system can: the name then outlives a loss of power
+    with suppress(OSError):  # where supported: the name then survives a power failure
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -59,7 +59,7 @@ def write_durably(path: Path, write: Callable[[BinaryIO], Any]) -> None:
 
 @contextmanager
 def writing_into(path: Path) -> Iterator[None]:
-    """Raise a CheckpointError where a file or folder cannot be written in a block."""
+    """Raise a CheckpointError if the block cannot write a file or folder."""
     try:
         yield
     except OSError as error:
@@ -76,19 +76,19 @@ def dump(content: Any, file: BinaryIO, check: Callable[[], None] | None = None) 
         check: Called before each write, and may raise.
 
     Raises:
-        OSError: If the disk does not take it.
+        OSError: If writing to the disk fails.
     """
     summed = SummedFile(file, check)
     try:
         torch.save(content, summed)  # type: ignore[arg-type]
     except RuntimeError as error:
-        # torch makes a RuntimeError of what write() raises
+        # torch turns what write() raises into a RuntimeError
         raise error.__context__ or error from None
     summed.end()
 
 
 def check_saveable(content: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if loading a content would need code; the size of its tensors costs no time."""
+    """Raise CheckpointError if loading a content would need code; large tensors cost no time."""
     content = without_tensors(content)
     try:
         from_bytes(to_bytes(content))
@@ -105,10 +105,10 @@ def read(path: Path, is_mapped: bool = False) -> tuple[dict[str, Any], str]:
         is_mapped: Whether to leave the tensors' bytes in the file until they are used.
 
     Returns:
-        The content, and its checksum.
+        The content and its checksum.
 
     Raises:
-        CheckpointError: If the file was truncated or changed, holds pickled code, or is of another format.
+        CheckpointError: If the file was truncated or changed, holds pickled code, or has another format.
     """
     with reading_from(path), open(path, "rb") as file:
         checksum = verify(file)
@@ -124,7 +124,7 @@ def read(path: Path, is_mapped: bool = False) -> tuple[dict[str, Any], str]:
 
 @contextmanager
 def reading_from(path: Path) -> Iterator[None]:
-    """Raise a CheckpointError where a file cannot be read in a block."""
+    """Raise a CheckpointError if the block cannot read a file."""
     try:
         yield
     except Exception as error:
@@ -139,12 +139,12 @@ def to_bytes(content: Any) -> bytes:
 
 
 def from_bytes(data: bytes) -> Any:
-    """Return what `to_bytes()` was given, tensors on the CPU; raise if that needs code."""
+    """Return the content passed to `to_bytes()`, tensors on the CPU; raise if that needs code."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 class SummedFile:
-    """A file to write to, with the CRC-32 of all that was written; `check` is called before each write."""
+    """A file to write to, with the CRC-32 of everything written; `check` is called before each write."""
 
     def __init__(self, file: BinaryIO, check: Callable[[], None] | None = None) -> None:
         self.file = file
@@ -165,7 +165,7 @@ class SummedFile:
 
 
 def verify(file: BinaryIO) -> str:
-    """Compare a file with its checksum, and return that; raise ValueError if they differ."""
+    """Verify a file's checksum, and return it; raise ValueError if it does not match."""
     left = file.seek(0, os.SEEK_END) - _LAST_LINE
     file.seek(0)
     crc = 0
@@ -189,7 +189,7 @@ def _first_unsaveable(content: Mapping[str, Any]) -> str:
     """Find the first value that does not load on its own.
 
     Returns:
-        Its key, after a dot the key inside it, and so on as far as keys are known; "" if all load.
+        Its key, after a dot the key inside it, and so on as far as known; "" if all load.
     """
     for key, value in content.items():
         try:
@@ -201,7 +201,7 @@ def _first_unsaveable(content: Mapping[str, Any]) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Shorten the text of an error to one sentence: torch's, to the line on what is unsupported."""
+    """Shorten an error's text to one sentence: torch's, to the line on the unsupported type."""
     text = str(error) or repr(error)
     unsupported = re.search(r"\S.*nsupported.*?(?= Please use|$)", text, re.MULTILINE)
     reason = unsupported[0] if unsupported else text.splitlines()[0]

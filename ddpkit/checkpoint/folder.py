@@ -1,7 +1,7 @@
-"""The checkpoints in a folder: their names and order, the list `latest`, pruning, and who writes.
+"""The checkpoints in a folder: their names and order, the list `latest`, pruning, and locking.
 
-The text file `latest` lists what a `Checkpointer` wrote here, the last written first, with scores.
-Nothing else is ever deleted.
+The text file `latest` lists what a `Checkpointer` wrote here, the last written first, with scores. Nothing else is
+ever deleted.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Scores = dict[str, float | None]  # by a checkpoint's name, the last written fir
 _log = logging.getLogger(__name__)
 _LIST = "latest"
 _CHECKPOINT = re.compile(r"step-(\d{9,})\.pt")
-_PIECES = re.compile(r"(step-\d{9,})\.[0-9a-f]{16}")  # a folder of the pieces of sharded tensors
-_LEFT_OVER = re.compile(rf"({_CHECKPOINT.pattern}|{_LIST})\.tmp")  # by a writer that was killed
+_PIECES = re.compile(r"(step-\d{9,})\.[0-9a-f]{16}")  # folder with the pieces of sharded tensors
+_LEFT_OVER = re.compile(rf"({_CHECKPOINT.pattern}|{_LIST})\.tmp")  # of a killed writer
 
 
 def name_of(step: int) -> str:
-    """Name the checkpoint of a step."""
+    """Return the name of a step's checkpoint."""
     return f"step-{step:09d}.pt"
 
 
@@ -45,8 +45,8 @@ def step_of(name: str) -> int:
 
 
 def find_checkpoints(folder: Path) -> list[str]:
-    """Name the checkpoints, the last written first; then those not listed, the greatest step first."""
-    listed = list(_read_list(folder))  # before the files: a job beside this one lists what it has written
+    """List the checkpoints' names, the last written first; then those not in `latest`, the greatest step first."""
+    listed = list(_read_list(folder))  # before the files: another job may write one and list it
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -56,12 +56,12 @@ def find_checkpoints(folder: Path) -> list[str]:
 
 
 def find_best(folder: Path) -> list[str]:
-    """Name the listed checkpoints that have a score, the greatest first, NaN last."""
+    """List the names in `latest` that have a score, the greatest first, NaN last."""
     return _rank_by_score(_read_list(folder))
 
 
 def _read_list(folder: Path) -> Scores:
-    """Read `latest`, without what is no file here; {} if it cannot be read."""
+    """Read `latest`, without names of missing files; {} if it cannot be read."""
     try:
         text = (folder / _LIST).read_text(errors="replace")
     except OSError:
@@ -78,17 +78,17 @@ def _read_list(folder: Path) -> Scores:
 
 
 def list_and_prune(path: Path, score: float | None, keep: int, keep_best: int, pieces: str = "") -> None:
-    """List a new checkpoint in `latest`, and delete the listed ones that are not kept any more.
+    """List a new checkpoint in `latest`, and delete listed ones that are no longer kept.
 
     Args:
         path: The checkpoint, complete.
-        score: How good it is, if known.
+        score: Its quality, if known.
         keep: Number of checkpoints to keep, the last written ones.
-        keep_best: Number of checkpoints to keep besides, those with the greatest score.
-        pieces: The name of the folder of its pieces, if it has one.
+        keep_best: Number of checkpoints with the greatest score to keep in addition.
+        pieces: Name of the folder of its pieces, if it has one.
 
     Raises:
-        CheckpointError: If `latest` cannot be written; nothing is deleted then.
+        CheckpointError: If `latest` cannot be written; then nothing is deleted.
     """
     folder = path.parent
     former = _read_list(folder)
@@ -104,25 +104,25 @@ def list_and_prune(path: Path, score: float | None, keep: int, keep_best: int, p
     except OSError as error:
         raise CheckpointError(
             f"Saved {path}, which is complete, but cannot list it in {folder / _LIST}: {error}. "
-            "So load_latest() and load_best() may take another checkpoint; load(path) takes this "
+            "load_latest() and load_best() may therefore load another checkpoint; load(path) loads this "
             "one. No older one was deleted."
         ) from error
     for name in listed.keys() - kept:
         try:
             (folder / name).unlink(missing_ok=True)
         except OSError as error:
-            _log.warning("Saved %s, but an old checkpoint stays: %s.", path, error)
+            _log.warning("Saved %s, but could not delete an old checkpoint: %s.", path, error)
     delete_left_overs(folder, of=path.stem, used=pieces)
 
 
 def delete_left_overs(folder: Path, of: str = "", used: str = "") -> None:
-    """Delete what a writer that was killed has left, and folders of pieces that no checkpoint uses.
+    """Delete files of killed writers, and folders of pieces that no checkpoint uses.
 
     Args:
         folder: The folder of the checkpoints.
-        of: A checkpoint's name without suffix, which uses no other than `used`. Of the others it is
-            only seen whether they are there.
-        used: The name of the folder that is used.
+        of: Name, without suffix, of a checkpoint that uses `used` alone. For other checkpoints only
+            their existence counts.
+        used: Name of the used folder.
     """
     for name in os.listdir(folder):
         if _LEFT_OVER.fullmatch(name):
@@ -136,7 +136,7 @@ def delete_left_overs(folder: Path, of: str = "", used: str = "") -> None:
 
 
 def is_folder_of(path: Path, name: str) -> bool:
-    """Return whether this is the name of a folder for the pieces of a checkpoint."""
+    """Return whether this name is that of a folder for the pieces of a checkpoint."""
     match = _PIECES.fullmatch(name)
     return match is not None and match[1] == path.stem
 
@@ -146,23 +146,23 @@ def _is_checkpoint(folder: Path, name: str) -> bool:
 
 
 def _rank_by_score(scores: Scores) -> list[str]:
-    """Name those that have a score, the greatest first, equal ones in their order, NaN last."""
+    """List the names with a score, the greatest first, equal ones in order, NaN last."""
     known = {name: (not math.isnan(score), score) for name, score in scores.items() if score is not None}
     return sorted(known, key=known.__getitem__, reverse=True)
 
 
-# Locks: one job at a time writes into a folder, and a second one gets an error that names it.
+# Locks: one job at a time writes into a folder, and a second one gets an error that names the first.
 #
-# The kernel drops the lock when the process ends, however it ends. Some shared file systems lock
-# within one machine only: there the first job finds at its next save that another has begun.
+# The kernel releases the lock when the process ends. Some shared file systems lock within one machine only; there the
+# first job notices the second one at its next save.
 
 _LOCK_FILE = ".writer"
-_LENGTH = 1000  # bytes of it that are read
+_LENGTH = 1000  # bytes of the lock file that are read
 _locks: weakref.WeakValueDictionary[str, FolderLock] = weakref.WeakValueDictionary()
 
 
 def lock_folder(folder: Path) -> FolderLock:
-    """Lock a folder for this process as long as the result lives; later calls return the same lock.
+    """Lock a folder for this process as long as the result exists; later calls return the same lock.
 
     Raises:
         CheckpointError: If another job writes there; the message names it.
@@ -170,7 +170,7 @@ def lock_folder(folder: Path) -> FolderLock:
     """
     key = os.path.realpath(folder)
     lock = _locks.get(key)
-    if lock is None or lock.pid != os.getpid():  # a forked child holds none
+    if lock is None or lock.pid != os.getpid():  # a forked child does not hold it
         lock = FolderLock(folder)
         _locks[key] = lock
     lock.check()
@@ -178,7 +178,7 @@ def lock_folder(folder: Path) -> FolderLock:
 
 
 def finish_writing(folder: Path, writing: Writing | None = None) -> str:
-    """Wait until this process writes no checkpoint into a folder; return what went wrong with one of them."""
+    """Wait until this process writes no checkpoint into a folder; return the error of the last one."""
     lock = _locks.get(os.path.realpath(folder))
     if lock is not None and lock.writing is not None:
         lock.writing.wait()
@@ -186,12 +186,12 @@ def finish_writing(folder: Path, writing: Writing | None = None) -> str:
 
 
 class FolderLock:
-    """A folder that this process may write into; the file that is locked says which process that is.
+    """A folder locked for this process; the lock file describes the process.
 
     Attributes:
-        pid: The process that made it.
-        writers: The objects of this process that write into the folder.
-        writing: The checkpoint that is being written, or was the last.
+        pid: The process that created it.
+        writers: Objects of this process that write into the folder.
+        writing: The checkpoint being written, or the last one.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -200,21 +200,21 @@ class FolderLock:
         self.writing: Writing | None = None
         self._folder = folder
         self._me = f"process {self.pid} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
-        # a link would be followed to a file of somebody else's
+        # a link would be followed to a foreign file
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._file = os.open(folder / _LOCK_FILE, flags, 0o666)
         weakref.finalize(self, os.close, self._file)
         try:
-            # not shared with forked workers, as flock's is
+            # unlike flock's, not shared with forked workers
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:  # others say that this file system has no locks
+        except OSError as error:  # other errors mean that this file system has no locks
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 raise self._refusal("is writing into") from None
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, self._me.encode(), 0)
 
     def check(self) -> None:
-        """Raise if another job has taken the lock, where locks end at the machine."""
+        """Raise if another job has taken the lock on a file system that locks within one machine only."""
         if self._holder() != self._me:
             raise self._refusal("has begun to write into")
 
@@ -222,41 +222,41 @@ class FolderLock:
         return printable(os.pread(self._file, _LENGTH, 0).decode(errors="replace"))
 
     def _refusal(self, does: str) -> CheckpointError:
-        """Make the error that names the job which holds the folder."""
-        remedy = "Two jobs would mix their checkpoints: give each a folder of its own."
+        """Create the error that names the job holding the folder."""
+        remedy = "Two jobs would mix their checkpoints: give each its own folder."
         return CheckpointError(f"Another job ({self._holder()}) {does} {self._folder}. {remedy}")
 
 
 class Writing:
-    """A checkpoint that a thread writes. The process does not end before it, unless it is killed.
+    """A checkpoint written by a thread. The process does not exit before it is complete, unless it is killed.
 
     Args:
-        write: Writes what is this rank's. It gets a function that raises if the writing is to end.
-        ends_with_wait: Whether it is to end when somebody who waits for it is interrupted, because
-            it reads states which are changed after.
-        doing: Begins the message of what goes wrong.
+        write: Writes this rank's part. It receives a function that raises if the writing must stop.
+        ends_with_wait: Whether to stop writing when the waiting caller is interrupted, because it
+            reads states that may then change.
+        doing: Start of an error's message.
 
     Attributes:
-        problem: What went wrong, when it has ended; "" if nothing did.
+        problem: The error, after the end; "" if there was none.
     """
 
     def __init__(self, write: Callable[[Callable[[], None]], None], ends_with_wait: bool, doing: str) -> None:
         self.problem = ""
-        self._pid = os.getpid()  # a forked child has no such thread
+        self._pid = os.getpid()  # a forked child does not have the thread
         self._ends_with_wait = ends_with_wait
         self._is_cancelled = False
         self._ended = threading.Event()
         thread = threading.Thread(target=self._run, args=(write, doing), name="ddpkit-checkpoint", daemon=False)
         try:
             thread.start()
-        except RuntimeError:  # none starts while Python ends
+        except RuntimeError:  # no thread starts while Python exits
             self._run(write, doing)
 
     def wait(self) -> str:
-        """Wait for the thread; return what went wrong, "" if nothing did."""
+        """Wait for the thread; return its error, "" if there was none."""
         try:
             if self._pid == os.getpid():
-                # not the thread's own join(), after whose interruption nobody waits for the thread
+                # not the thread's own join(): if that is interrupted, nobody waits for the thread
                 self._ended.wait()
         except BaseException:
             self._is_cancelled = self._ends_with_wait
@@ -268,7 +268,7 @@ class Writing:
             write(self._check)
         except Exception as error:
             self.problem = f"{doing}{explain(error)}"
-            if doing:  # nobody may wait for it
+            if doing:  # nobody may be waiting for it
                 _log.error("%s", self.problem)
         finally:
             self._ended.set()
@@ -279,7 +279,7 @@ class Writing:
 
 
 def explain(error: Exception, doing: str = "") -> str:
-    """Describe what went wrong; `doing` begins it where the error is none of a checkpoint."""
+    """Describe an error; `doing` precedes it unless it is a CheckpointError."""
     if isinstance(error, CheckpointError):
         return message_of(error)
     return f"{doing}{describe_error(error)}"

@@ -1,4 +1,4 @@
-"""Loading of a checkpoint: every rank reads it, and nothing is changed unless it fits on all of them."""
+"""Load a checkpoint: every rank reads it, and nothing changes unless it fits on all ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from .states import (
 _log = logging.getLogger(__name__)
 _UNDEFINED = (
     "The objects are in an undefined state on every rank, some of them loaded: load a checkpoint "
-    "that fits them, or create them again, before going on."
+    "that fits them, or create them again, before continuing."
 )
 
 
@@ -52,21 +52,21 @@ def load_first(
 
     Args:
         folder: The folder of the checkpoints.
-        candidates: Names those in a folder that may be taken, the first to try in front.
+        candidates: Lists the names in a folder to try, in order.
         objects: The objects to restore, by name.
 
     Returns:
         The rest of its content; None if there is no candidate.
 
     Raises:
-        CheckpointError: On every rank, if there are candidates and none can be read, or the one
-            that can does not fit.
+        CheckpointError: On every rank, if there are candidates but none can be read, or the first
+            readable one does not fit.
     """
-    reasons: dict[str, str] = {}  # why those that were tried cannot be read
+    reasons: dict[str, str] = {}  # why those tried cannot be read
 
     def choose() -> str:
         if is_main_process():
-            for name in candidates(folder):  # anew, for a job beside this one may save and delete
+            for name in candidates(folder):  # again each time: another job may save and delete
                 if name not in reasons:
                     return name
         return ""
@@ -87,10 +87,10 @@ def load_first(
 
 
 def load_file(path: Path, objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Load one checkpoint, and return what is not restored into an object. Collective.
+    """Load one checkpoint, and return the content not restored into an object. Collective.
 
     Raises:
-        CheckpointError: On every rank, if one cannot read it, or it does not fit.
+        CheckpointError: On every rank, if a rank cannot read it, or it does not fit.
     """
     content, sharded = _read_on_all(path, objects)
     return _restore(path, content, sharded, objects)
@@ -104,12 +104,12 @@ def _read_on_all(path: Path, objects: Mapping[str, Any]) -> tuple[dict[str, Any]
         objects: The objects to restore, by name.
 
     Returns:
-        The content, and what reads its sharded tensors, or loads into sharded objects: None if
-        there are neither.
+        The content, and the reader of its sharded tensors; None if neither the file nor the objects
+        have any.
 
     Raises:
-        CheckpointError: On every rank, if one cannot read it, or it is no checkpoint that could be
-            restored.
+        CheckpointError: On every rank, if a rank cannot read it, or it is not a checkpoint that could
+            be restored.
     """
     tensors = [tensor for name, value in objects.items() for _, tensor in tensors_of(name, value)]
     is_sharded = any(map(is_dtensor, tensors))
@@ -152,7 +152,7 @@ def _fitting_states(
     sharded: Any,
     objects: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return this rank's states by name; raise if those asked for are not there or do not fit."""
+    """Return this rank's states by name; raise if requested ones are missing or do not fit."""
     own = _part_of_this_rank(path, content)
     states = {**content["state"], **own.get("per_rank", {})}
     described = {**content["described"], **own.get("described", {})}
@@ -166,14 +166,14 @@ def _fitting_states(
 
 
 def _part_of_this_rank(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a checkpoint holds of this rank alone; {} if it holds nothing of each."""
+    """Return this rank's own values in a checkpoint; {} if it holds no values per rank."""
     parts: list[dict[str, Any]] = content.get("per_rank") or []
     if not parts:
         return {}
     if len(parts) != get_world_size():
         names = ", ".join(parts[0]["per_rank"])
         raise CheckpointError(
-            f"{path} holds {names} of each of {len(parts)} ranks, and this job has "
+            f"{path} holds {names} for each of {len(parts)} ranks, but this job has "
             f"{get_world_size()}. Run on {len(parts)} ranks, or read it with "
             'torch.load(path)["per_rank"].'
         )
@@ -186,7 +186,7 @@ def _load_into_all(
     sharded: Any,
     rng_states: list[dict[str, Any]],
 ) -> None:
-    """Load states into objects that they fit, and set the random number generators."""
+    """Load states into objects that they fit, and restore the random number generators."""
     for name, target in objects.items():
         scales = _scales_of(target)
         state = state_for(target, states[name])
@@ -206,14 +206,14 @@ def _warn_of_scales(name: str, here: list[Any], saved: list[Any]) -> None:
     for old, new in zip(saved, here, strict=True):
         if is_main_process() and old and new and old != new:
             _log.warning(
-                f"The learning rates of {name} were scaled by {old:g} when it was saved, and by {new:g} here: the "
-                "saved ones are back. If the global batch is another one now, multiply each group's lr, and "
+                f"The learning rates of {name} were scaled by {old:g} when saved, and by {new:g} here: the "
+                "saved ones were restored. If the global batch has changed, multiply each group's lr, and "
                 f"base_lrs of its scheduler, by {new / old:g}."
             )
             return
 
 
-# The fit of saved states to objects: all that speaks against it is found before anything loads.
+# Check that saved states fit objects: all problems are found before anything loads.
 
 
 def _explain_misfits(
@@ -221,12 +221,12 @@ def _explain_misfits(
     states: Mapping[str, Any],
     described: Mapping[str, Description],
 ) -> list[str]:
-    """Say why saved states do not fit objects; [] if nothing speaks against it.
+    """Explain why saved states do not fit objects; [] if they do.
 
     Args:
         objects: The objects, by name.
-        states: The states and plain data that are meant for this rank, by name.
-        described: What `describe_object()` gave for the objects that the states were saved from.
+        states: This rank's states and plain data, by name.
+        described: `describe_object()` of the objects that the states were saved from.
     """
     found = []
     for name, target in objects.items():
@@ -244,10 +244,10 @@ def _explain_misfits(
 
 def _explain_module(module: nn.Module, there: Any) -> list[str]:
     if not has_names(there):
-        return [f"is a {type(there).__name__} there, not a model's state dict"]
+        return [f"is a {type(there).__name__} in the checkpoint, not a model's state dict"]
     here = module_state(module)
-    found = [f"has {key} here, not there" for key in here if key not in there]
-    found += [f"has {key} there, not here" for key in there if key not in here]
+    found = [f"has {key} here, not in the checkpoint" for key in here if key not in there]
+    found += [f"has {key} in the checkpoint, not here" for key in there if key not in here]
     for key, value in here.items():  # in this order on every rank, unlike a set
         if key in there:
             found.append(_explain_entry(key, value, there[key]))
@@ -255,13 +255,13 @@ def _explain_module(module: nn.Module, there: Any) -> list[str]:
 
 
 def _explain_entry(key: str, here: Any, there: Any) -> str:
-    """Say why one entry of a model's state does not fit; "" if nothing speaks against it."""
+    """Explain why one entry of a model's state does not fit; "" if it does."""
     if _shape(there) != _shape(here):
-        return f"has {key} of shape {_shape(there)} there, of {_shape(here)} here"
+        return f"has {key} of shape {_shape(there)} in the checkpoint, {_shape(here)} here"
     if not isinstance(here, Tensor):
         return ""
     if here.is_meta:
-        return f"has {key} on the meta device here, which takes no values: move it with to_empty() before"
+        return f"has {key} on the meta device here, which cannot hold values: call to_empty() before"
     return explain_loss(key, there, here.dtype) if isinstance(there, Tensor) else ""
 
 
@@ -270,38 +270,38 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 
 def _explain_kind(here: Description, there: Description) -> list[str]:
-    """Say why the state of an optimizer or scheduler does not fit another one; [] if nothing speaks against it."""
-    if not there[0] or not here[0]:  # as of a state dict that was saved as plain data
+    """Explain why the state of an optimizer or scheduler does not fit another one; [] if it does."""
+    if not there[0] or not here[0]:  # such as a state dict saved as plain data
         return []
     if here[0] != there[0]:
-        return [f"is {there[0]} there, {here[0]} here"]
+        return [f"is {there[0]} in the checkpoint, {here[0]} here"]
     sizes, saved_sizes = ([len(group) for group in shapes] for shapes in (here[1], there[1]))
     if sizes != saved_sizes:
-        return [f"has groups of {saved_sizes} tensors there, of {sizes} here"]
+        return [f"has groups of {saved_sizes} tensors in the checkpoint, of {sizes} here"]
     found = []
     for index, (group, saved_group) in enumerate(zip(here[1], there[1], strict=True)):
         for i, (shape, saved) in enumerate(zip(group, saved_group, strict=True)):
             if shape != saved:
-                found.append(f"has tensor {i} of group {index} of shape {saved} there, of {shape} here")
+                found.append(f"has tensor {i} of group {index} of shape {saved} in the checkpoint, {shape} here")
     return found
 
 
-# Saved tensors whose values another dtype cannot hold: loading would change them silently.
+# Saved values that another dtype cannot hold: loading would change them silently.
 
 
 def explain_loss(name: str, saved: Tensor, dtype: torch.dtype) -> str:
-    """Say that loading a tensor as this dtype would change it by more than rounding; "" if not.
+    """Explain that loading a tensor as this dtype would change it by more than rounding; "" if not.
 
-    Nothing is said of one on the meta device, whose values are not known yet.
+    A tensor on the meta device is not judged, because its values are unknown.
     """
     if saved.dtype == dtype or saved.is_meta or _holds(dtype, saved):
         return ""
     there = name_dtype(saved.dtype)
-    return f"has {name} of {there} there, of {name_dtype(dtype)} here, which does not hold its values"
+    return f"has {name} as {there} in the checkpoint, {name_dtype(dtype)} here, which cannot hold its values"
 
 
 def _holds(dtype: torch.dtype, saved: Tensor) -> bool:
-    """Return whether a tensor keeps its values in another dtype; numbers that are not integers may be rounded."""
+    """Return whether a tensor keeps its values in another dtype; values that are not integers may be rounded."""
     if saved.is_complex():
         return dtype.is_complex and _holds(dtype.to_real(), torch.view_as_real(saved.resolve_conj()))
     dtype = dtype.to_real() if dtype.is_complex else dtype
@@ -315,11 +315,11 @@ def _holds(dtype: torch.dtype, saved: Tensor) -> bool:
     return has_sign and torch.equal(saved.to(dtype).to(saved.dtype), saved)
 
 
-# Saved tensors that differ but are meant for the same memory: the last one loaded would win.
+# Different saved tensors for the same memory: the last one loaded would win.
 
 
 def _explain_conflicts(objects: Mapping[str, Any], states: Mapping[str, Any]) -> list[str]:
-    """Say which saved tensors differ but would be loaded into the same one."""
+    """List saved tensors that differ but would be loaded into the same memory."""
     found = []
     firsts: dict[Any, tuple[str, Tensor]] = {}  # by their place in memory here
     models = {name: target for name, target in objects.items() if isinstance(target, nn.Module)}
@@ -331,6 +331,6 @@ def _explain_conflicts(objects: Mapping[str, Any], states: Mapping[str, Any]) ->
             path = path_to(name, key)
             other, saved = firsts.setdefault(place_of(here), (path, there))
             if saved is not there and digest(saved) != digest(there):
-                problem = f"{other} and {path} differ there, but share memory here"
+                problem = f"{other} and {path} differ in the checkpoint, but share memory here"
                 found.append(f"{problem}: untie them, or load equal ones")
     return found

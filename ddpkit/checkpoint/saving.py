@@ -1,4 +1,4 @@
-"""What the ranks save: collected, compared, copied and written."""
+"""Collect, compare, copy and write what the ranks save."""
 
 from __future__ import annotations
 
@@ -49,21 +49,21 @@ from .states import (
 T = TypeVar("T")
 _CALL = "Checkpointer.save"
 _ADVICE = (
-    "Only rank 0's would be written. Make them equal first (BatchNorm's statistics and other "
-    "buffers with ddpkit.sync_buffers(model), data with ddpkit.broadcast), or save what each rank "
-    "has its own of with per_rank={name: value}."
+    "Only rank 0's would be written. Make them equal first (BatchNorm's statistics and other buffers with "
+    "ddpkit.sync_buffers(model), data with ddpkit.broadcast), or save each rank's own value with "
+    "per_rank={name: value}."
 )
 
 
 def try_on_all(fn: Callable[[], T], doing: str = "") -> T:
-    """Run `fn` on every rank. Collective; `fn` itself may hold no collective.
+    """Run `fn` on every rank. Collective; `fn` itself may not communicate.
 
     Args:
         fn: May raise anything.
-        doing: Begins the message where `fn` raises something else than a CheckpointError.
+        doing: Start of the message if `fn` raises something other than a CheckpointError.
 
     Raises:
-        CheckpointError: On every rank, if `fn` raises on any; it says where and why.
+        CheckpointError: On every rank, if `fn` raises on any; the message says where and why.
     """
     problem = ""
     cause: Exception | None = None
@@ -81,23 +81,23 @@ def try_on_all(fn: Callable[[], T], doing: str = "") -> T:
 
 
 def merge_problems(problems: list[str]) -> str:
-    """Write the ranks' problems, by rank, as one text: once if all have the same."""
+    """Join the ranks' problems into one text; once if all ranks have the same."""
     if len(set(problems)) == 1:
         return problems[0]
     return "\n".join(f"Rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem)
 
 
-# What is saved: the states of all ranks, and what each has its own of.
+# What is saved: the states of all ranks, and values per rank.
 
 
 class Collected(NamedTuple):
     """What the ranks write for a checkpoint.
 
     Attributes:
-        content: For rank 0 to write.
-        compared: The names of those states in it that all ranks have.
-        sharded: What `ddpkit.sharded` makes of the sharded tensors, of which the content has the
-            shapes only; None if there are none.
+        content: The part that rank 0 writes.
+        compared: Names of the states in it that all ranks have.
+        sharded: Writer of the sharded tensors, whose shapes are in the content; None if there are
+            none.
     """
 
     content: dict[str, Any]
@@ -106,12 +106,12 @@ class Collected(NamedTuple):
 
 
 def refuse_sharded(call: str, of_all: Mapping[str, Any], of_each: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if a tensor is spread over the ranks in a way that cannot be saved or loaded.
+    """Raise CheckpointError for a tensor that is sharded in a way that cannot be saved or loaded.
 
     Args:
         call: The call, for messages.
-        of_all: Objects and values of the job, by name; they may hold DTensors.
-        of_each: Those that each rank has its own of, by name; they may not.
+        of_all: The job's objects and values, by name; they may hold DTensors.
+        of_each: The values per rank, by name; they may not.
     """
     tensors = []
     for name, value in of_all.items():
@@ -130,16 +130,16 @@ def collect(
     values: Mapping[str, Any],
     own: Mapping[str, Any],
 ) -> Collected:
-    """Put together what a checkpoint holds. Collective.
+    """Collect the content of a checkpoint. Collective.
 
-    Whether the ranks' states are equal is not looked at.
+    It does not check whether the ranks' states are equal.
 
     Args:
         path: The file to write.
         step: Optimiser steps done.
-        score: How good the checkpoint is, if known.
-        values: The objects and values of which rank 0's are saved, by name.
-        own: Those of which each rank's are saved, by name.
+        score: Quality of the checkpoint, if known.
+        values: Objects and values that are saved for rank 0 only, by name.
+        own: Values that are saved for each rank, by name.
 
     Raises:
         CheckpointError: On every rank, if some states cannot be saved.
@@ -150,7 +150,7 @@ def collect(
             compared.append(name)
             continue
         with current_job.peer_errors():
-            value.consolidate_state_dict(to=0)  # as ZeroRedundancyOptimizer: only rank 0 has it all
+            value.consolidate_state_dict(to=0)  # like ZeroRedundancyOptimizer: only rank 0 has all of it
     tensors: dict[str, Any] = {}  # the sharded ones, by path
 
     def take() -> tuple[dict[str, Any], bytes]:
@@ -178,16 +178,16 @@ def collect(
 
 
 def _take_states(key: str, values: Mapping[str, Any], sharded: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the states of objects and what they are of; move sharded tensors out, or refuse them."""
+    """Return the states of objects and their descriptions; move sharded tensors out, or raise for them."""
     states = {name: state_of(value) for name, value in values.items()}
     tensors = list(tensors_of(key, states))
     unsaveable = tensors if sharded is None else without_dtensors(tensors)
-    problem = explain_sharded(_CALL, unsaveable)  # one that only the state shows
+    problem = explain_sharded(_CALL, unsaveable)  # shows only in the state
     for name, tensor in reversed(tensors):
         if is_lazy(tensor):
             problem = f"Cannot save {name}: it is lazy. Call the model once before."
         elif tensor.is_meta:
-            problem = f"Cannot save {name}: it is on the meta device and has no values. Make it with some."
+            problem = f"Cannot save {name}: it is on the meta device and has no values. Initialise it first."
     if problem:
         raise CheckpointError(problem)
     found = {} if sharded is None else sharded
@@ -197,7 +197,7 @@ def _take_states(key: str, values: Mapping[str, Any], sharded: dict[str, Any] | 
     }
 
 
-# The comparison of the ranks' states, before rank 0's are saved for all.
+# Compare the ranks' states before rank 0's are saved for all.
 
 
 def check_equal(values: Mapping[str, Any], collected: Collected) -> None:
@@ -205,11 +205,11 @@ def check_equal(values: Mapping[str, Any], collected: Collected) -> None:
 
     Args:
         values: The objects to save, by name.
-        collected: What is written of them. Sharded tensors are compared among the ranks that hold
-            the same part.
+        collected: What is written of them. Sharded tensors are compared between ranks that hold the
+            same part.
 
     Raises:
-        CheckpointError: If some differ, with their names and the ranks.
+        CheckpointError: If some differ, with their names and ranks.
     """
     if not lifecycle.joined():
         return
@@ -226,7 +226,7 @@ def check_equal(values: Mapping[str, Any], collected: Collected) -> None:
 
 
 def explain_differences(everyone: Mapping[int, Mapping[str, str]]) -> str:
-    """List the differing digests, given by rank; "" if there are none."""
+    """List the digests, given by rank, that differ; "" if there are none."""
     if not everyone:
         return ""
     differing = differing_parts(everyone)
@@ -246,26 +246,26 @@ def _broadcast_buffers(model: Any) -> Iterator[str]:
                 yield strip(name, wrapped)
 
 
-# A copy of what is saved, which a thread can write while the training changes the original.
+# Copy what is saved, so that a thread can write it while training continues.
 
-Memory = dict[tuple[Any, ...], list[Tensor]]  # on the CPU, by what fits: see `_copy_to_cpu`
+Memory = dict[tuple[Any, ...], list[Tensor]]  # on the CPU, by dtype and size: see `_copy_to_cpu`
 
 
 @torch.inference_mode(False)
 def snapshot(content: Any, memory: Memory | None) -> Callable[[], Any]:
-    """Return a function that gives a content to a thread, when the GPUs have computed it.
+    """Return a function that gives a thread the content once the GPUs have computed it.
 
     Args:
         content: What is saved.
-        memory: To give a copy on the CPU, so that the content may be changed at once: what the last such copy was in,
-            which nobody reads any more. It is filled with what this one is in.
+        memory: For a copy on the CPU, so that the content may change at once: the memory of the last copy, which is no
+            longer read. It is replaced by this copy's.
     """
-    free: Memory = {}  # new memory costs twice the time of the copy: the system clears it, page by page
+    free: Memory = {}  # reused: new memory costs twice the time of the copy, because the system clears its pages
     if memory is not None:
         free.update(memory)
         memory.clear()
-    copies: dict[int, Any] = {}  # of tensors, by id
-    by_place: dict[Any, Tensor] = {}  # the same elements have one
+    copies: dict[int, Any] = {}  # by a tensor's id
+    by_place: dict[Any, Tensor] = {}  # one copy for the same elements
     devices = set()
     for _, tensor in tensors_of("", content):
         if tensor.is_cuda:
@@ -277,7 +277,7 @@ def snapshot(content: Any, memory: Memory | None) -> Callable[[], Any]:
             by_place[place] = _copy_to_cpu(tensor, free, memory)
         copies[id(tensor)] = by_place[place]
     given = content if memory is None else copy.deepcopy(content, copies)
-    # of this thread's streams; and what is asked of a device later, such as the next step, is done after the copies
+    # from this thread's streams; later work on the device, such as the next step, runs after the copies
     events = [torch.cuda.current_stream(device).record_event() for device in devices]
 
     def get() -> Any:
@@ -289,7 +289,7 @@ def snapshot(content: Any, memory: Memory | None) -> Callable[[], Any]:
 
 
 def _copy_to_cpu(tensor: Tensor, free: Memory, used: Memory) -> Tensor:
-    """Copy a tensor to the CPU, into memory that is free if it fits; from a GPU to pinned memory, without waiting."""
+    """Copy a tensor to the CPU, into free memory if it fits; from a GPU to pinned memory, without waiting."""
     plain = tensor.detach()
     kind = (plain.dtype, plain.shape, plain.stride(), plain.is_cuda)
     fitting = free.get(kind)
@@ -301,7 +301,7 @@ def _copy_to_cpu(tensor: Tensor, free: Memory, used: Memory) -> Tensor:
     return new.detach().requires_grad_(tensor.requires_grad)
 
 
-# The writing, in a thread of its own.
+# Write in a separate thread.
 
 
 def write(
@@ -311,14 +311,14 @@ def write(
     keep: tuple[int, int],
     check: Callable[[], None],
 ) -> None:
-    """Write what is this rank's; on rank 0 list the checkpoint, and delete those that are not kept.
+    """Write this rank's part; on rank 0 list the checkpoint and delete those that are not kept.
 
     Args:
         path: The checkpoint.
         saved: Its content, None on ranks other than 0, and this rank's pieces of sharded tensors.
-        sharded: Writes these; None if there are none.
-        keep: How many checkpoints to keep: the last ones, and the best ones.
-        check: Raises if the writing is to end.
+        sharded: Writer of those pieces; None if there are none.
+        keep: Number of checkpoints to keep: the last ones, and the best ones.
+        check: Raises if the writing must stop.
     """
     content, pieces = saved
 

@@ -1,7 +1,7 @@
-"""States of objects: taken to be saved, walked through leaf by leaf, and named for the objects they are loaded into.
+"""Take states of objects, walk their leaves, and name them for the objects they are loaded into.
 
-A wrapper (DDP, DataParallel, `torch.compile`) adds a part to the names of a model's tensors; states
-have none, so that a model may be wrapped differently when it is loaded.
+A wrapper (DDP, DataParallel, `torch.compile`) adds a part to the names of a model's tensors; states omit it, so that a
+model may be wrapped differently when it is loaded.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Description = tuple[str, list[list[tuple[int, ...]]]]  # of an object: see `desc
 
 
 def sharding() -> Any:
-    """Load `ddpkit.sharded`, which only jobs with sharded tensors need.
+    """Import `ddpkit.sharded`, which only jobs with sharded tensors need.
 
-    Call it where no rank waits for another meanwhile, or on all ranks.
+    Call it on all ranks, or while no rank waits for another.
     """
     return importlib.import_module("ddpkit.sharded")
 
@@ -46,7 +46,7 @@ def children(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Go through the leaves of a nested value, by path."""
+    """Iterate over the leaves of a nested value, by path."""
     items = children(value)
     if items is None:
         yield path, value
@@ -55,7 +55,7 @@ def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def tensors_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Go through the tensors of an object or nested value, without asking for its state dict."""
+    """Iterate over the tensors of an object or nested value, without its state dict."""
     if isinstance(value, nn.Module):
         value = dict([*value.named_parameters(), *value.named_buffers()])
     elif isinstance(value, Optimizer):
@@ -66,8 +66,8 @@ def tensors_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 def digest_leaves(name: str, state: Any) -> dict[str, str]:
     """Digest each leaf of a nested state, by path.
 
-    Digests are equal if the leaves are, and others if one bit is. Containers have one, too, of
-    their class and length.
+    Digests differ if one bit of the leaves differs. Containers have one, too, of their class and
+    length.
     """
     items = children(state)
     if items is None:
@@ -79,12 +79,12 @@ def digest_leaves(name: str, state: Any) -> dict[str, str]:
 
 
 def has_names(value: Any) -> bool:
-    """Return whether a value is a mapping from names."""
+    """Return whether a value is a mapping with names as keys."""
     return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
 
 
 def path_to(container: str, key: Any) -> str:
-    """Write the path of a container's value under a key, as no other key or nesting is written."""
+    """Return the path of a container's value under a key, unique among keys and nestings."""
     if type(key) is str and key.isidentifier():
         return f"{container}.{key}"
     return f"{container}[{key!r}]"
@@ -96,15 +96,15 @@ def take_out(
     found: dict[str, Any],
     is_wanted: Callable[[Any], bool] = is_dtensor,
 ) -> Any:
-    """Return a nested state with empty tensors on the meta device in the places of some tensors.
+    """Return a nested state with some tensors replaced by empty ones on the meta device.
 
-    In the places of NumPy's scalars it has Python's: NumPy's need code of its own to be loaded.
+    NumPy's scalars become Python's: loading NumPy's needs code.
 
     Args:
-        name: The state's path.
-        state: The state; it is not changed.
-        found: Gets the tensors, by path.
-        is_wanted: Tells which values are taken out; by default DTensors.
+        name: Path of the state.
+        state: The state; it is not modified.
+        found: Receives the tensors, by path.
+        is_wanted: Selects the values to replace; by default DTensors.
     """
 
     def convert(path: str, value: Any) -> Any:
@@ -117,9 +117,9 @@ def take_out(
 
 
 def map_leaves(name: str, state: Any, convert: Callable[[str, Any], Any]) -> Any:
-    """Return a nested state with its leaves and keys converted, which a function gets with their paths.
+    """Return a nested state with its leaves and keys converted by a function, which also gets their paths.
 
-    Containers in which nothing changes are those of the state.
+    Containers without changes are returned as they are.
     """
     if isinstance(state, Mapping):
         items = {}
@@ -138,7 +138,7 @@ def map_leaves(name: str, state: Any, convert: Callable[[str, Any], Any]) -> Any
 
 
 def without_tensors(state: Any) -> Any:
-    """Return a nested state with their paths in the places of ordinary tensors."""
+    """Return a nested state with ordinary tensors replaced by their paths."""
     return map_leaves("", state, lambda path, value: path if is_ordinary(value) else _plain(value))
 
 
@@ -147,36 +147,36 @@ def _plain(value: Any) -> Any:
 
 
 def is_ordinary(value: Any) -> bool:
-    """Return whether a value is a tensor of no special class or layout, and without attributes."""
+    """Return whether a value is a tensor of no special class or layout, without attributes."""
     return type(value) in (Tensor, nn.Parameter) and not vars(value) and is_dense(value)
 
 
 def place_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return which elements of which memory a tensor is."""
+    """Return the memory and elements that a tensor refers to."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), type(tensor)
 
 
 def find_stand_ins(name: str, state: Any) -> dict[str, Tensor]:
-    """Find the tensors on the meta device in a nested state, by the paths that `take_out()` gave."""
+    """Find the tensors on the meta device in a nested state, by the paths from `take_out()`."""
     return {path: tensor for path, tensor in tensors_of(name, state) if tensor.is_meta}
 
 
 def same_mapping(state: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Return a mapping like a state with these items: the state itself if they are its own."""
+    """Return a mapping like `state` with these items; `state` itself if they are its own."""
     if all(new is old and items[new] is state[old] for new, old in zip(items, state, strict=True)):
         return state
     if isinstance(state, OrderedDict):
         copy = OrderedDict(items)
-        copy.__dict__.update(state.__dict__)  # the versions that torch keeps beside a model's
+        copy.__dict__.update(state.__dict__)  # torch's version metadata of a model
         return copy
     return items
 
 
-# States of objects, under names without wrappers.
+# States of objects, with names without wrappers.
 
 
 def state_of(value: Any) -> Any:
-    """Return the state to save of an object, or the value itself if it has none."""
+    """Return an object's state to save, or the value itself if it has none."""
     if isinstance(value, nn.Module):
         return module_state(value)
     if hasattr(value, "state_dict"):
@@ -185,7 +185,7 @@ def state_of(value: Any) -> Any:
 
 
 def module_state(model: nn.Module) -> dict[str, Any]:
-    """Return a model's state dict under the names that it has without wrappers in and around it."""
+    """Return a model's state dict with names free of wrappers in and around it."""
     model = unwrap_model(model)
     state = model.state_dict()
     wrapped = wrapped_paths(model)
@@ -198,11 +198,11 @@ def module_state(model: nn.Module) -> dict[str, Any]:
 
 
 def state_for(target: Any, saved: Any) -> Any:
-    """Return a saved state that fits an object under the names that the object, out of its wrappers, has for it."""
+    """Return a saved state for an object, with the names in the unwrapped object."""
     if not isinstance(target, nn.Module):
         return saved
     model = unwrap_model(target)
-    here = model.state_dict()  # its keys still name the wrappers inside the model
+    here = model.state_dict()  # its keys still include the wrappers inside the model
     wrapped = wrapped_paths(model)
     state = OrderedDict((key, saved[strip(key, wrapped)]) for key in here)
     versions = module_versions(saved)
@@ -212,13 +212,13 @@ def state_for(target: Any, saved: Any) -> Any:
 
 
 def describe_object(value: Any) -> Description:
-    """Describe an object, so that a load can tell if its state fits another.
+    """Describe an object, so that a load can check whether its state fits another.
 
     Returns:
-        The class of an optimizer or scheduler, "" for others; the shapes of an optimizer's tensors,
-        by group, [] for others.
+        The class of an optimizer or scheduler, "" for others; the shapes of an optimizer's tensors, by
+        group, [] for others.
     """
-    # a state of another class of these loads without an error, and fails later
+    # a state of another optimizer class loads without an error, and fails later
     kind = type(value).__name__ if isinstance(value, Optimizer | LRScheduler) else ""
     groups = value.param_groups if isinstance(value, Optimizer) else []
     return kind, [[tuple(tensor.shape) for tensor in group["params"]] for group in groups]

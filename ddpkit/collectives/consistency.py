@@ -1,13 +1,13 @@
-"""Check, before values move, that every rank is in the same collective with the same kind of value.
+"""Check, before values are exchanged, that all ranks are in the same collective with the same kind of value.
 
-Each rank describes what it is about to do in a text, its fingerprint. Each collective of ddpkit begins with one sum of
-a block of fixed size, so that ranks in different ones still meet, and a wrong size never reaches gloo, which would
-abort the process. The block begins with a hash of the fingerprint, as numbers of 16 bits, and their squares: the sums
-are those of equal ranks only if the ranks are equal. The rest is payload: small values travel with the check.
+Each rank describes its call as text, the fingerprint. Every ddpkit collective begins by summing a block of fixed size
+over the ranks, so that ranks in different collectives still meet, and gloo never gets different sizes, which would
+abort the process. The block begins with a hash of the fingerprint, as 16-bit numbers, and their squares: the sums match
+those of equal ranks only if the ranks are equal. The rest is payload: small values travel with the check.
 
-On the CPU few ranks send their blocks to each other, and more to the first, which sends out the sum, two messages per
-rank. In an all-reduce of gloo's, a ring, each number of a small buffer is a message of its own, that
-all ranks pass on twice.
+On the CPU a few ranks send their blocks to each other; more ranks send them to the first, which returns the sum, two
+messages per rank. gloo's all-reduce, a ring, would send each number of a small buffer as a message of its own, passed
+on twice by all ranks.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from .differences import explain_mismatch
 from .digest import hash_of
 
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
-_CHECK = 16  # numbers of a block that are the check
+_CHECK = 16  # numbers of a block used by the check
 PAYLOAD = 512 - _CHECK  # numbers after them
-_FEW = 4  # ranks that send their blocks to each other, as measured
-_LONGEST = 1_000_000  # characters of fingerprints that go through the store as they are; of longer ones:
+_FEW = 4  # most ranks that send their blocks to each other, as measured
+_LONGEST = 1_000_000  # characters of a fingerprint sent through the store as it is; longer ones are shortened:
 _PARTS_SHOWN = 300
 _PART_LENGTH = 300  # characters
 _FIELDS = {"call": str, "parts": dict[str, str], "error": str}
 
 
 def fingerprint_of(call: str, parts: dict[str, str] | None = None, error: str = "") -> str:
-    """Describe as text what this rank is about to do: the call, and by path what it is called on."""
+    """Describe this rank's call as text: its name, and by path its values."""
     return json.dumps({"call": call, "parts": parts or {}, "error": error})
 
 
@@ -59,7 +59,7 @@ def check_fingerprint(fingerprint: str, peers: Peers | None = None) -> None:
 
 
 def add_up(fingerprint: str, numbers: Sequence[float] | Numbers, peers: Peers | None = None) -> Numbers:
-    """Return the sums of the ranks' numbers, if all ranks have the same fingerprint. Collective.
+    """Return the sums of the ranks' numbers if all ranks have the same fingerprint. Collective.
 
     Up to `PAYLOAD` numbers travel with the check, more after it.
 
@@ -75,7 +75,7 @@ def add_up(fingerprint: str, numbers: Sequence[float] | Numbers, peers: Peers | 
         payload[:] = numbers
     block[:_CHECK], expected = _check_numbers(fingerprint, len(ranks_of(peers)))
     if type(torch.from_numpy(block)) is not Tensor:  # it would not be sent, and the other ranks would wait
-        raise TypeError("Under FakeTensorMode no values can be exchanged. Call it outside.")
+        raise TypeError("No values can be exchanged under FakeTensorMode. Call it outside.")
     with current_job.peer_errors():
         _sum_over_ranks(block, peers)
     if block[:_CHECK].tobytes() != expected:
@@ -87,9 +87,9 @@ def add_up(fingerprint: str, numbers: Sequence[float] | Numbers, peers: Peers | 
 
 
 def reduce_in_place(buffer: Tensor, greatest: bool = False, peers: Peers | None = None) -> Tensor:
-    """Add up a tensor in place, on every rank, or take the greatest; return it. Collective.
+    """Reduce a tensor in place, on every rank, to its sum or maximum; return it. Collective.
 
-    Never AVG: on gloo it is missing, wrong or raises, by torch's version and the dtype.
+    Never AVG: gloo lacks it, or it is wrong or raises, depending on torch's version and the dtype.
     """
     if lifecycle.joined() and buffer.numel():
         op = dist.ReduceOp.MAX if greatest else dist.ReduceOp.SUM
@@ -99,7 +99,7 @@ def reduce_in_place(buffer: Tensor, greatest: bool = False, peers: Peers | None 
 
 
 class raise_everywhere:
-    """Do local work before a check: if it raises here, the other ranks raise in the check instead of waiting."""
+    """Run local work before a check: if it raises here, the other ranks raise in the check instead of waiting."""
 
     def __init__(self, call: str, peers: Peers | None = None) -> None:
         self.call = call
@@ -115,26 +115,26 @@ class raise_everywhere:
 
 
 def joined_world_size(peers: Peers | None = None) -> int:
-    """Return the number of ranks that take part: 1 unless there are peers to talk to."""
+    """Return the number of participating ranks; 1 without peers."""
     return len(ranks_of(peers)) if lifecycle.joined() else 1
 
 
 def communication_device(device: torch.device, peers: Peers | None = None) -> torch.device:
-    """Choose where a tensor of `device` travels: there, if the group's backend can, else where control messages do."""
+    """Choose the device where a tensor travels: its own if the group's backend supports it, else the control device."""
     if not lifecycle.joined() or f"{device.type}:" in dist.get_backend_config(group_of(peers)):
         return device
     return control_device(peers)
 
 
 def control_device(peers: Peers | None) -> torch.device:
-    """Return the device on which small control messages travel: the CPU if the group reaches it, as gloo does."""
+    """Return the device for small control messages: the CPU if the group's backend supports it, like gloo."""
     if peers is not None:
         return control_device_of(dist.get_backend_config(peers.group), current_job.get_device())
     return torch.device("cpu") if current_job.job is None else current_job.job.control
 
 
 def _sum_over_ranks(block: Numbers, peers: Peers | None) -> None:
-    """Add up a block over all ranks, in place and in the order of the ranks. Collective."""
+    """Sum a block over all ranks, in place and in rank order. Collective."""
     everyone, group = ranks_of(peers), group_of(peers)
     device = control_device(peers)
     if device.type != "cpu":
@@ -151,7 +151,7 @@ def _sum_over_ranks(block: Numbers, peers: Peers | None) -> None:
 
 
 def _sum_on_first(block: Numbers, everyone: Sequence[int], group: dist.ProcessGroup | None) -> None:
-    """Let the first rank add up the blocks of all, and send out the sum."""
+    """Sum the blocks of all ranks on the first, which returns the sum."""
     first = everyone[0]
     received = np.empty((len(everyone) if ranks.get_rank() == first else 0, len(block)))
     total = torch.from_numpy(block.copy())
@@ -165,7 +165,7 @@ def _sum_on_first(block: Numbers, everyone: Sequence[int], group: dist.ProcessGr
 
 
 def _add_rows(blocks: Numbers, total: Numbers) -> None:
-    """Add up blocks, row by row; not all at once, for which the order would be NumPy's."""
+    """Add up blocks one by one: in one call the order would be NumPy's."""
     total[:] = blocks[0]
     with np.errstate(over="ignore", invalid="ignore"):
         for block in blocks[1:]:
@@ -182,14 +182,14 @@ def _check_numbers(fingerprint: str, world_size: int) -> tuple[Numbers, bytes]:
 
 
 def _raise_mismatch(fingerprint: str, peers: Peers | None) -> None:
-    """Exchange fingerprints with all ranks, and raise with what differs. Collective."""
+    """Exchange fingerprints between all ranks, and raise with what differs. Collective."""
     texts = lifecycle.exchange(_shortened(fingerprint), subset_of(peers))
     fields = [parse(text, "exchange", _FIELDS) for text in texts]
     raise MismatchError(explain_mismatch(dict(zip(ranks_of(peers), fields, strict=True))))
 
 
 def _shortened(fingerprint: str) -> str:
-    """Leave out of a fingerprint too long for the store what no message shows; its hash says if that differs."""
+    """Shorten a fingerprint too long for the store to what messages show; its hash covers the rest."""
     if len(fingerprint) < _LONGEST:
         return fingerprint
     fields = json.loads(fingerprint)

@@ -1,4 +1,4 @@
-"""Say in words in which of their parts the ranks differ. Nothing here talks to other ranks."""
+"""Describe how the ranks' values differ. Nothing here communicates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _RANKS = 8  # that a message names
 
 
 def explain_mismatch(everyone: Mapping[int, dict[str, Any]]) -> str:
-    """Explain why ranks did not pass the check, from the fields of their fingerprints, by rank."""
+    """Explain why ranks failed the check, from the fields of their fingerprints, by rank."""
     call = next(iter(everyone.values()))["call"]
     failed = [f"rank {rank}: {each['error']}" for rank, each in everyone.items() if each["error"]]
     if failed:
@@ -36,7 +36,7 @@ def explain_mismatch(everyone: Mapping[int, dict[str, Any]]) -> str:
 
 
 def explain_difference(call: str, parts: dict[int, dict[str, str]]) -> str:
-    """Say in which parts, given by rank and path, these ranks differ; "" if in none."""
+    """Describe the parts, given by rank and path, in which these ranks differ; "" if none."""
     differing = differing_parts(parts)
     if not differing:
         return ""
@@ -48,7 +48,7 @@ def explain_difference(call: str, parts: dict[int, dict[str, str]]) -> str:
 def differing_parts(parts: Mapping[int, Mapping[str, str]]) -> dict[str, str]:
     """Describe the parts, given by rank and path, in which these ranks differ: by path, each value with its ranks.
 
-    A part that a rank does not have counts as "missing" there.
+    A missing part counts as "missing".
     """
     paths = dict.fromkeys(path for each in parts.values() for path in each)
     found = {}
@@ -60,18 +60,18 @@ def differing_parts(parts: Mapping[int, Mapping[str, str]]) -> dict[str, str]:
 
 
 def explain_disorder(names: Mapping[int, Sequence[str]]) -> str:
-    """Say where the ranks' names, by rank, first differ in order, and what to do; "" if nowhere."""
+    """Describe where the order of the ranks' names, by rank, first differs, and the remedy; "" if nowhere."""
     for position, row in enumerate(zip(*names.values(), strict=False)):
         if len(set(row)) > 1:
             return (
                 f"entry {position} is {_list_by_text(dict(zip(names, row, strict=True)))}. "
-                "A set, or a folder's listing, has another order in each process: sort it before you build from it."
+                "Sets and directory listings have another order in each process: sort them before you build from them."
             )
     return ""
 
 
 def name_ranks(ranks: list[int]) -> str:
-    """Name ranks as in a sentence, the first eight of them."""
+    """Name ranks as in a sentence, at most the first eight."""
     names = ", ".join(map(str, ranks[:_RANKS]))
     if len(ranks) == 1:
         return f"rank {names}"
@@ -94,7 +94,7 @@ def list_lines(headline: str, lines: Sequence[str], most: int = _LINES) -> str:
 
 
 def first_of(texts: Sequence[str], most: int) -> list[str]:
-    """Keep the first texts, and say how many more there are.
+    """Keep the first texts, and append how many more there are.
 
     >>> first_of(["a", "b", "c"], most=2)
     ['a', 'b', 'and 1 more']
@@ -104,13 +104,13 @@ def first_of(texts: Sequence[str], most: int) -> list[str]:
     return [*texts[:most], f"and {len(texts) - most} more"]
 
 
-# Tensors of which each rank holds only a part.
+# Sharded tensors: each rank holds only a part.
 
 _TENSORS_NAMED = 3  # tensors that a message names
 
 
 def explain_sharded(call: str, tensors: Iterable[tuple[str, Any]]) -> str:
-    """Say why `call` refuses these named tensors; "" if none of them is sharded."""
+    """Explain why `call` rejects these named tensors; "" if none is sharded."""
     sharded = [name for name, tensor in tensors if is_sharded(tensor)]
     if not sharded:
         return ""

@@ -1,4 +1,4 @@
-"""Describe any value in a short text, by which ranks compare what they hold. Nothing here talks to other ranks."""
+"""Describe any value in a short text, so that ranks can compare values. Nothing here communicates."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from torch import Tensor
 
 from .tree import flat_bytes, is_dense, local_part, name_dtype
 
-# A tensor's checksum: the bytes of a large one on a GPU are summed there, and only the sums are copied.
+# Checksums of tensors. A large tensor on a GPU is summed there, and only the sums are copied.
 
 _WORDS = 1 << 17  # of 8 bytes, in a row
 _ROW = 8 * _WORDS  # bytes: a MiB
 _ROWS_AT_ONCE = 16
-_SHIFT = 29  # of a word that is mixed: no multiple of a number's size, so that signs do not meet signs
-_NOT_SIGN = (1 << 64 - _SHIFT) - 1  # torch, which has no shift for unsigned words, shifts copies of the highest bit in
+_SHIFT = 29  # mixed into each word: not a multiple of a number's size, so that signs do not meet signs
+_NOT_SIGN = (1 << 64 - _SHIFT) - 1  # torch cannot shift unsigned words, and shifts copies of the highest bit in
 
 
 def checksum(tensor: Tensor) -> int:
-    """Return a checksum of 32 bits of a dense tensor's bytes, row-major.
+    """Return a 32-bit checksum of a dense tensor's bytes, row-major.
 
-    It is the CRC-32 of the bytes; on a GPU of a sum for each whole MiB, and of the bytes that are left. Other bytes
-    have the same once in four billion times; nobody cheats here.
+    It is the CRC-32 of the bytes; on a GPU, of a sum for each whole MiB and of the remaining bytes. Different bytes
+    collide once in four billion times; it does not resist forgery.
     """
     data = flat_bytes(tensor)
     found = 0
@@ -43,9 +43,9 @@ def checksum(tensor: Tensor) -> int:
 
 
 def _sum_rows(data: Tensor) -> Tensor:
-    """Add up the words of each row, modulo 2^64, each times the key of its place.
+    """Add up the words of each row, modulo 2^64, each multiplied by a key for its place.
 
-    Before that a word's upper bits are mixed into the lower ones: signs that change would else cancel at the very top.
+    First the upper bits of each word are mixed into its lower bits: otherwise changed signs would cancel at the top.
     """
     if (data.storage_offset() | data.data_ptr()) % 8:
         data = data.clone()
@@ -62,21 +62,21 @@ def _sum_rows(data: Tensor) -> Tensor:
 
 @cache
 def _keys_on(device: torch.device) -> Tensor:
-    """Return an odd number for each word of a row: one bit that changes then changes the sum."""
+    """Return an odd number for each word of a row, so that one changed bit changes the sum."""
     numbers = np.random.PCG64(0).random_raw(_WORDS) | np.uint64(1)
     return torch.from_numpy(numbers.view(np.int64)).to(device)
 
 
-_SHOWN_AS_TEXT = 100  # characters that are shown as they are
+_SHOWN_AS_TEXT = 100  # longest string shown in full, in characters
 _PLAIN = (Number, str, bytes, bytearray, Enum, torch.dtype, torch.device, type(None))
 
 
 def digest(value: Any) -> str:
-    """Describe a value in a short text: equal for equal values, and as good as surely another if one bit is.
+    """Describe a value in a short text: equal for equal values, and almost surely different if one bit differs.
 
     Tensors and arrays are shown by dtype, shape and checksum (of a DTensor, that of this rank's part), containers by
-    their elements, sequences all alike. Of other objects only the class is known, for their own text may hold an
-    address.
+    their elements, without distinguishing kinds of sequences, other objects by their class only, because their text may
+    contain an address.
     """
     text = _describe(value)
     if len(text) <= _SHOWN_AS_TEXT:
@@ -85,7 +85,7 @@ def digest(value: Any) -> str:
 
 
 def hash_of(text: str) -> str:
-    """Return 16 hexadecimal digits: other ones, as good as surely, for another text."""
+    """Return 16 hexadecimal digits, almost surely different for different texts."""
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
 
 

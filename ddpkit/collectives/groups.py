@@ -1,4 +1,4 @@
-"""Find out which ranks take part in a call, and choose which of the job's ranks share out the samples."""
+"""Find the ranks of a call, and choose the data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _REMEDY = "Call it on the ranks of the group only, with the group or one dimensi
 
 
 def peers_of(group: Group | None) -> Peers | None:
-    """Find out who takes part; None if all of the job's do.
+    """Return the participating ranks; None if all ranks of the job participate.
 
     Raises:
         NotSetUpError: If several processes were launched but `setup()` was not called.
-        TypeError: If it is no group.
-        ValueError: If this rank is not in the group, or the group has been destroyed.
+        TypeError: If it is not a group.
+        ValueError: If this rank is not in the group, or the group was destroyed.
     """
     if group is None:
         return None
@@ -38,7 +38,7 @@ def peers_of(group: Group | None) -> Peers | None:
     try:
         members = dist.get_process_group_ranks(own)
     except (KeyError, ValueError, RuntimeError):
-        raise ValueError(f"group={group!r} is no group of this job, or was destroyed.") from None
+        raise ValueError(f"group={group!r} is not a group of this job, or was destroyed.") from None
     if ranks.get_rank() not in members:
         raise ValueError(_not_a_member(group))
     return Peers(tuple(members), own)
@@ -47,7 +47,7 @@ def peers_of(group: Group | None) -> Peers | None:
 def _process_group(group: Any) -> dist.ProcessGroup:
     if isinstance(group, dist.ProcessGroup):
         return group
-    if group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group() gives to those that are not in it
+    if group is dist.GroupMember.NON_GROUP_MEMBER:  # new_group() returns it to ranks outside the group
         raise ValueError(_not_a_member(group))
     if not is_mesh(group):
         raise TypeError(f"group must be a process group, or a mesh of one dimension, got {type(group).__name__}.")
@@ -63,29 +63,29 @@ def _not_a_member(group: Any) -> str:
     return f"Rank {ranks.get_rank()} is not in group={group!r}. {_REMEDY}"
 
 
-# The data-parallel ranks: those that share out the samples and hold equal models.
+# The data-parallel ranks: they split the samples and hold equal models.
 
 
 def set_data_parallel(group: Group | None) -> None:
-    """Say which ranks share out the samples and hold equal models; by default all of the job do. Collective.
+    """Choose the data-parallel ranks, which split the samples and hold equal models; by default all. Collective.
 
-    Every rank names the group that it is in itself, so that each is in one, and all are of one size. From then on
-    samplers, `make_loader`, `global_mean`, `average_gradients`, `check_replicas`, `sync_buffers`, `wrap_model`,
-    `gather_exact` and `seed_everything(per_rank=True)` speak of those ranks: ranks that share one model, by tensor
-    parallelism for example, read the same samples. Ranks and waits, logging and checkpoints stay with the job.
+    Every rank passes its own group; the groups must be of one size and contain each rank once. From then on samplers,
+    `make_loader`, `global_mean`, `average_gradients`, `check_replicas`, `sync_buffers`, `wrap_model`, `gather_exact`
+    and `seed_everything(per_rank=True)` use these ranks. Ranks that share one model, for example by tensor parallelism,
+    then read the same samples. Rank numbers, waits, logging and checkpoints still concern the whole job.
 
     Args:
-        group: A group of torch's, or a mesh with all the dimensions along which samples differ, such as `mesh["dp"]`.
-            None is all ranks again.
+        group: A torch process group, or a mesh with all the dimensions in which samples differ, such as `mesh["dp"]`.
+            None restores all ranks.
 
     Raises:
-        ValueError: On every rank, if the groups that they name do not fit together.
-        TypeError: If it is no group; on the other ranks `MismatchError`.
+        ValueError: On every rank, if their groups do not fit together.
+        TypeError: If it is not a group; on the other ranks `MismatchError`.
 
     Example:
         >>> set_data_parallel(None)
 
-        On four, of which two share each model::
+        On four ranks, where two share each model::
 
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
             set_data_parallel(mesh["dp"])
@@ -96,8 +96,8 @@ def set_data_parallel(group: Group | None) -> None:
         return
     named = gather_objects("set_data_parallel()", own)
     if not _is_partition(named):
-        lines = [f"rank {rank} names {name_ranks(members)}" for rank, members in enumerate(named)]
-        headline = "set_data_parallel() needs groups of one size, and from each rank the group that it is in, but:"
+        lines = [f"rank {rank} passed {name_ranks(members)}" for rank, members in enumerate(named)]
+        headline = "set_data_parallel() needs groups of one size, each rank passing the one it is in, but:"
         raise ValueError(list_lines(headline, lines))
     if len(own) == ranks.get_world_size():
         current_job.choose_data_parallel(None)
@@ -111,7 +111,7 @@ def set_data_parallel(group: Group | None) -> None:
 
 
 def _new_group(members: tuple[int, ...]) -> dist.ProcessGroup:
-    """Make a group, whose connections end, as those of the job's, when a rank fails. Collective, over all ranks."""
+    """Make a group with connections that end, like the job's, when a rank fails. Collective, over all ranks."""
     made: dist.ProcessGroup = dist.new_group(list(members))
     session = current_job.current_session()
     if session.connections and session.rank in members:
@@ -120,14 +120,14 @@ def _new_group(members: tuple[int, ...]) -> dist.ProcessGroup:
 
 
 def _ranks_in(group: Any) -> list[int]:
-    """Return the ranks of a group or of a mesh, in order; None is all."""
+    """Return the ranks of a group or mesh, in order; None is all."""
     if is_mesh(group) and group.get_coordinate() is not None:
         return sorted(group.mesh.flatten().tolist())
     return sorted(ranks_of(peers_of(group)))
 
 
 def _is_partition(named: list[list[int]]) -> bool:
-    """Return whether what each rank names, by rank, are groups of one size with each rank in one."""
+    """Return whether the groups that the ranks passed are of one size and contain each rank once."""
     for rank, members in enumerate(named):
         if rank not in members or len(members) != len(named[0]):
             return False

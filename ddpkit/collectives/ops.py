@@ -1,4 +1,4 @@
-"""Move values between ranks: any value, checked before it moves, and on one process too."""
+"""Collectives on values: checked before anything is sent, and working on one process, too."""
 
 from __future__ import annotations
 
@@ -45,40 +45,40 @@ def all_reduce_mean(
 ) -> Any:
     """Average a number, tensor or nested structure over all ranks. Collective.
 
-    Up to 495 Python numbers or elements of tensors cost one small exchange, check included. Larger ones go in a
-    further all-reduce for each dtype, half and bfloat16 added in float32. The check makes the host wait for an
-    accelerator's tensors.
+    Up to 495 Python numbers or tensor elements take one small exchange, including the check. Larger values take one
+    more all-reduce per dtype; half and bfloat16 are added in float32. The check makes the host wait for tensors on an
+    accelerator.
 
     Args:
         value: This rank's value: Python numbers, NumPy arrays and scalars, tensors, and dicts, lists, tuples and
-            dataclasses of them, which keep their types. Floating leaves keep their dtype; ints and bools come back
-            as floats: as float64, or as Python floats. A DTensor that is replicated, or a sum of the ranks' terms,
-            counts as its full tensor, and comes back as such. Same structure, shapes, dtypes and kind of device on
-            every rank. It is not modified, and shares no memory with the result.
-        weight: This rank's share of the mean, for example its number of samples: 0, or from 1e-20 to 1e20; 1 on every
-            rank by default. A rank of weight 0 may hold anything, NaN too.
-        check: False on every rank lets a single tensor without weight go unchecked, so that nothing waits for its
-            device. Ranks that differ then get wrong values, or hang, or abort.
-        group: Those over which it averages, in place of all: a group of torch's or one dimension of a mesh, with this
-            rank in it. In messages and results ranks are still those of the job.
+            dataclasses of them, which keep their types. Floating leaves keep their dtype; ints and bools become floats:
+            float64, or Python floats. A DTensor that is replicated, or a partial sum, counts as its full tensor, and
+            is returned as such. Same structure, shapes, dtypes and device type on every rank. It is not modified, and
+            shares no memory with the result.
+        weight: This rank's share of the mean, for example its number of samples: 0, or from 1e-20 to 1e20; by default
+            1. The value of a rank with weight 0 is ignored, even NaN.
+        check: False on every rank skips the check for a single tensor without weight, so that nothing waits for its
+            device. Ranks that differ then get wrong values, hang, or abort.
+        group: Ranks to average over; by default all. A torch process group, or one dimension of a mesh, that contains
+            this rank. Messages and results use the ranks of the job.
 
     Returns:
-        The same structure holding the means, equal on every rank. It carries no gradient. Ints beyond 2^53 count as
-        the floats next to them.
+        The same structure with the means, equal on every rank, without gradient. Ints beyond 2^53 are rounded to the
+        nearest float.
 
     Raises:
         MismatchError: If structure, shape or dtype differ between ranks, or only some pass a weight; the message lists
             what each rank passed. On the other ranks, if one raises an error below.
         NotSetUpError: If several processes were launched but `setup()` was not called.
-        TypeError: If `value` holds something else, such as a string, a sharded tensor, or a dict of a class of its own;
-            the message says where.
+        TypeError: If `value` holds anything else, such as a string, a sharded tensor or a dict of another class; the
+            message says where.
         ValueError: If a weight is negative, too large or too small, or all are 0.
 
     Example:
         >>> all_reduce_mean({"loss": 2.0})   # one process: the value itself
         {'loss': 2.0}
 
-        On two::
+        On two ranks::
 
             all_reduce_mean({"loss": 1.0}, weight=3)    # rank 0
             all_reduce_mean({"loss": 5.0}, weight=1)    # rank 1; both get {'loss': 2.0}
@@ -100,28 +100,28 @@ def all_reduce(value: Any, op: Op = "sum", *, check: bool = True, group: Group |
 
     Args:
         value: As for `all_reduce_mean`.
-        op: "sum", "mean", "min" or "max". Sums of ints and bools are ints, for arrays and tensors int64; "min" and
-            "max" keep the dtype, and give NaN where any rank has NaN. Python numbers of which some are floats give one,
-            and bools have a bool for their "min" and "max".
+        op: "sum", "mean", "min" or "max". Sums of ints and bools are ints, int64 in arrays and tensors; "min" and "max"
+            keep the dtype, and return NaN if any rank has NaN. Python ints combined with floats give a float; "min" and
+            "max" of bools give a bool.
         check: As for `all_reduce_mean`.
         group: As for `all_reduce_mean`.
 
     Returns:
-        The same structure holding the results, equal on every rank. It carries no gradient.
+        The same structure with the results, equal on every rank, without gradient.
 
     Raises:
         MismatchError: If structure, shape, dtype or `op` differ between ranks; the message lists what each rank passed.
             On the other ranks, if one raises an error below.
         NotSetUpError: If several processes were launched but `setup()` was not called.
-        OverflowError: If a Python int is beyond 2^53, or so large that the sum could be: pass it as a tensor.
-        TypeError: If `value` holds something else, such as a string.
-        ValueError: If `op` is none of the four.
+        OverflowError: If a Python int is beyond 2^53, or so large that the sum could be; pass it as a tensor.
+        TypeError: If `value` holds anything else, such as a string.
+        ValueError: If `op` is unknown.
 
     Example:
         >>> all_reduce({"correct": 17, "worst": 0.5})
         {'correct': 17, 'worst': 0.5}
 
-        On two::
+        On two ranks::
 
             all_reduce({"correct": 17}, "sum")    # rank 0
             all_reduce({"correct": 20}, "sum")    # rank 1; both get {'correct': 37}
@@ -131,23 +131,22 @@ def all_reduce(value: Any, op: Op = "sum", *, check: bool = True, group: Group |
 
 @untraced
 def all_gather(value: T, *, group: Group | None = None) -> list[T]:
-    """Give every rank the tensors of all ranks, which may differ in length. Collective.
+    """Gather tensors, which may differ in length, from all ranks on every rank. Collective.
 
     Args:
-        value: This rank's tensor, of any dtype, or dicts, lists, tuples and dataclasses of tensors. Same structure and
-            dtypes on every rank, and same shapes but for the first dimension. None of them requires a gradient, unless
-            gradients are turned off: use `gather_batch` for those that do.
-        group: As for `all_reduce_mean`; the values are then in its order.
+        value: This rank's tensor, of any dtype, or dicts, lists, tuples and dataclasses of tensors. Same structure,
+            dtypes and shapes, except for the first dimension, on every rank. None may require a gradient, unless
+            gradients are turned off: for those use `gather_batch`.
+        group: As for `all_reduce_mean`; the values are in its order.
 
     Returns:
-        The values by rank, each with its own length, on this tensor's device. They carry no gradient. `torch.cat`
-        makes one of them.
+        The values by rank, each with its own length, on this tensor's device, without gradient. `torch.cat` joins them.
 
     Raises:
         MismatchError: If structure, dtype, number of dimensions or trailing shape differ between ranks; on the other
             ranks, if one raises an error below.
         NotSetUpError: If several processes were launched but `setup()` was not called.
-        TypeError: If it holds something else than dense tensors.
+        TypeError: If it holds anything but dense tensors.
         ValueError: If a tensor requires a gradient, which would be lost.
 
     Example:
@@ -155,7 +154,7 @@ def all_gather(value: T, *, group: Group | None = None) -> list[T]:
         >>> all_gather(torch.tensor([1, 2]))
         [tensor([1, 2])]
 
-        On two::
+        On two ranks::
 
             all_gather(torch.tensor([1, 2]))    # rank 0
             all_gather(torch.tensor([3]))       # rank 1; both get [tensor([1, 2]), tensor([3])]
@@ -165,17 +164,17 @@ def all_gather(value: T, *, group: Group | None = None) -> list[T]:
 
 @untraced
 def all_gather_object(obj: T, *, group: Group | None = None) -> list[T]:
-    """Give every rank the objects of all ranks, as pickled copies. Collective.
+    """Gather objects, as pickled copies, from all ranks on every rank. Collective.
 
     Args:
-        obj: Anything that can be pickled. Tensors that were on an accelerator arrive on this rank's own device.
-        group: As for `all_reduce_mean`; the objects are then in its order.
+        obj: Any object that can be pickled. Tensors on an accelerator arrive on this rank's device.
+        group: As for `all_reduce_mean`; the objects are in its order.
 
     Returns:
         The objects by rank.
 
     Raises:
-        MismatchError: On the other ranks, if an object cannot be pickled; its own rank raises the reason.
+        MismatchError: On the other ranks, if an object cannot be pickled; its own rank raises the cause.
         NotSetUpError: If several processes were launched but `setup()` was not called.
 
     Example:
@@ -187,20 +186,19 @@ def all_gather_object(obj: T, *, group: Group | None = None) -> list[T]:
 
 @untraced
 def broadcast(value: T, src: int | None = None, *, group: Group | None = None) -> T:
-    """Give every rank the value of one. Collective.
+    """Send one rank's value to every rank. Collective.
 
-    A value of up to 1.9 kB costs one small exchange, a larger one a further broadcast.
+    A value of up to 1.9 kB takes one small exchange, a larger one a further broadcast.
 
     Args:
-        value: On rank `src`: tensors, numbers, strings, None, nested, or anything that can be pickled. On the others a
-            placeholder, for example None; it is ignored.
-        src: The rank whose value it is, by its number in the job; the same on every rank. By default the first of
-            those that take part.
+        value: On rank `src`: tensors, numbers, strings, None, nested, or anything that can be pickled. Ignored on the
+            others; pass for example None.
+        src: The source rank, by its number in the job; the same on every rank. By default the first participating one.
         group: As for `all_reduce_mean`.
 
     Returns:
-        The value of rank `src`: there the value itself, elsewhere a copy, its tensors without gradient, and on this
-        rank's own device if they were on an accelerator.
+        The value of rank `src`: there the value itself, elsewhere a copy, with tensors without gradient, and on this
+        rank's device if they were on an accelerator.
 
     Raises:
         MismatchError: If `src` differs between ranks; on the other ranks, if the value cannot be pickled.

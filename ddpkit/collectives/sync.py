@@ -1,4 +1,4 @@
-"""Wait for other ranks: always on the store, always with a bound, always saying for whom."""
+"""Wait for other ranks: through the store, with a time-out, naming the ranks that are missing."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_WORK = timedelta(days=1)  # bound on work that one rank does while the others wait
+_WORK = timedelta(days=1)  # time-out while one rank works and the others wait
 
 
 def barrier(name: str | None = None, timeout: timedelta | None = None, *, group: Group | None = None) -> None:
-    """Wait until every rank is here. Collective.
+    """Wait until every rank has called it. Collective.
 
-    It works on any backend, and leaves the accelerator's queue alone.
+    It works on any backend, and does not synchronise the accelerator.
 
     Args:
-        name: Its name in errors, a text; it may be used again. Ranks meet at the same use of the same name.
-        timeout: Bound on the wait; by default that of `setup()`.
-        group: Those that meet, in place of all: a group of torch's or one dimension of a mesh, with this rank in it.
+        name: Name in error messages, reusable. Ranks meet at the same use of the same name.
+        timeout: Longest wait; by default that of `setup()`.
+        group: Ranks that meet; by default all. A torch process group, or one dimension of a mesh, that contains this
+            rank.
 
     Raises:
-        BarrierTimeoutError: If ranks are missing when the time is up; its `missing` and `arrived` say which, on
-            every rank, also on those that come later. The message says where a missing rank waits instead.
+        BarrierTimeoutError: If ranks are missing after the time-out; on every rank, late ones included. Its `missing`
+            and `arrived` list them; the message says where a missing rank waits instead.
         PeerError: If a rank failed or left meanwhile, or passed a bad time-out.
-        TypeError: If `timeout` is a number: write `timedelta(seconds=...)`; if `group` is none.
+        TypeError: If `timeout` is a number (write `timedelta(seconds=...)`), or `group` is not a group.
         ValueError: If `timeout` is not positive, or this rank is not in the group.
 
     Example:
@@ -52,24 +53,24 @@ def barrier(name: str | None = None, timeout: timedelta | None = None, *, group:
     session = current_job.current_session()
     key = _key(session, "barrier", name, subset)
     if timeout is not None:
-        with _report_failure(session, key, subset):  # the others come with a good one
+        with _report_failure(session, key, subset):  # the others pass a valid time-out
             check_timeout(timeout)
     session.meet(key, timeout, ranks=subset)
 
 
 @contextmanager
 def together(name: str | None = None) -> Iterator[None]:
-    """Run a block after which either all ranks go on or all raise. Collective.
+    """Run a block; afterwards either all ranks continue or all raise. Collective.
 
-    A rank that raises in the block keeps its exception and does not wait; the others raise when they come to the end.
-    So the block may hold no collective of its own, unless its failure ends the job.
+    A rank that raises in the block keeps its exception and does not wait; the others raise at the end of theirs. So the
+    block may not contain collectives, unless its failure ends the job.
 
     Args:
-        name: The block's name in errors.
+        name: Name of the block in error messages.
 
     Raises:
         PeerError: If the block raised on another rank; it holds that rank, its exception and traceback.
-        BarrierTimeoutError: If ranks do not come to the end in time.
+        BarrierTimeoutError: If ranks do not reach the end in time.
 
     Example:
         >>> with together("read the index"):
@@ -87,18 +88,18 @@ def together(name: str | None = None) -> Iterator[None]:
 
 @contextmanager
 def main_process_first(local: bool = False) -> Iterator[None]:
-    """Run a block on rank 0 first, then on the others: to prepare what the others find. Collective.
+    """Run a block on rank 0 first, then on the other ranks, for example to download data. Collective.
 
-    The block itself may hold no collective. The others wait on the store, so slow work trips no time-out of a
-    collective: they wait for up to a day, and less only if the first rank raises, which all then do, or if the watch
+    The block may not contain collectives. The others wait on the store for up to a day, so slow work exceeds no
+    collective's time-out. The wait ends early if the first rank raises, which all ranks then do, or if the watch
     (`setup(watch=True)`) sees it die.
 
     Args:
-        local: Let the first rank of every node go first, for work on node-local disks.
+        local: Let the first rank of every node go first, for node-local disks.
 
     Raises:
         PeerError: If the block raised on a first rank.
-        BarrierTimeoutError: If the first ranks are done and others do not come in time.
+        BarrierTimeoutError: If the first ranks are done and others do not arrive in time.
 
     Example:
         >>> with main_process_first():
@@ -122,23 +123,23 @@ def main_process_first(local: bool = False) -> Iterator[None]:
 
 
 def run_on_main(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run `fn` on rank 0 and give its value to every rank. Collective.
+    """Run `fn` on rank 0 and return its value on every rank. Collective.
 
-    `fn` itself may hold no collective. The others wait on the store, so slow work trips no time-out of a collective:
-    for up to a day, and less only if rank 0 raises, or if the watch (`setup(watch=True)`) sees it die. When all ranks
-    are there the value goes through the process group.
+    `fn` may not contain collectives. The others wait on the store for up to a day, so slow work exceeds no collective's
+    time-out. The wait ends early if rank 0 raises, or if the watch (`setup(watch=True)`) sees it die. Once all ranks
+    have arrived, the value goes through the process group.
 
     Args:
-        fn: Called with the arguments on rank 0 only.
+        fn: Function called on rank 0 only.
         *args: Its arguments.
         **kwargs: Its keyword arguments.
 
     Returns:
-        The value of `fn`, on the other ranks a pickled copy.
+        The value of `fn`; on the other ranks a pickled copy.
 
     Raises:
         PeerError: On the other ranks, if it raised on rank 0; rank 0 keeps the exception.
-        BarrierTimeoutError: If rank 0 has its value and ranks do not come in time.
+        BarrierTimeoutError: If rank 0 is done and other ranks do not arrive in time.
 
     Example:
         >>> run_on_main(sorted, [2, 1])
@@ -156,13 +157,13 @@ def run_on_main(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     with _report_failure(session, key):
         value = fn(*args, **kwargs)
         data = pickled(call, value)
-    session.meet(key)  # in the store, so that nobody is late for the group
+    session.meet(key)  # on the store, so that no rank is late for the process group
     broadcast_bytes(call, data, 0)
     return value
 
 
 def main_process_only(fn: Callable[P, T]) -> Callable[P, T | None]:
-    """Decorate a function to run on rank 0 only: it returns None elsewhere, and nobody waits.
+    """Decorate a function to run on rank 0 only; elsewhere it returns None, without waiting.
 
     Example:
         >>> main_process_only(print)("once")
@@ -179,15 +180,15 @@ def main_process_only(fn: Callable[P, T]) -> Callable[P, T | None]:
 
 
 def stop_together(flag: bool) -> bool:
-    """Ask if any rank wants to stop; every rank gets the same answer. Collective.
+    """Return on every rank whether any rank wants to stop. Collective.
 
-    It is about as cheap as a barrier.
+    It costs about as much as a barrier.
 
     Args:
-        flag: True if this rank wants to stop, for example because its data or its time has run out.
+        flag: True if this rank wants to stop, for example because it is out of data or time.
 
     Raises:
-        TypeError: If `flag` is neither true nor false, as a tensor of two elements; on the other ranks `PeerError`.
+        TypeError: If `flag` has no truth value, such as a tensor of two elements; on the other ranks `PeerError`.
 
     Example:
         >>> stop_together(False)
@@ -200,7 +201,7 @@ def stop_together(flag: bool) -> bool:
     with _report_failure(session, key):
         wants = _as_bool(flag)
     counter = f"{key}/flags"
-    used = [counter] if session.rank == 0 else []  # and deleted later, by one rank
+    used = [counter] if session.rank == 0 else []  # deleted later, by one rank
     with session.bounded(session.timeout):
         if wants:
             session.store.add(counter, 1)
@@ -216,7 +217,7 @@ def _as_bool(flag: object) -> bool:
 
 
 def _key(session: Session, call: str, name: str | None, subset: Ranks | None = None) -> str:
-    """Make the key of this use of a name; the quotes keep any name apart from all other keys."""
+    """Make the key of this use of a name; the quotes separate names from all other keys."""
     if name is not None:
         call = f"{call} {str(name)!r}"
     return session.count(call, subset)
@@ -224,7 +225,7 @@ def _key(session: Session, call: str, name: str | None, subset: Ranks | None = N
 
 @contextmanager
 def _report_failure(session: Session, key: str, subset: Ranks | None = None) -> Iterator[None]:
-    """Make the ranks that meet under a key raise, too, if the block raises on this rank."""
+    """If the block raises on this rank, make the ranks that meet under the key raise, too."""
     try:
         yield
     except BaseException as error:

@@ -21,12 +21,12 @@ from .samplers import DistributedEvalSampler, DistributedSampler, Place, Resumab
 from .seeds import generators_kept, hash_seeds, seed_cpu
 from .streams import Stream, is_stream, pass_epoch_on, shards_of
 
-# a block in which a loader starts its workers; `stopping()` puts another one in its place
+# context in which a loader starts its workers; `stopping()` replaces it
 starting_workers: Callable[[DataLoader[Any]], AbstractContextManager[Any]] = nullcontext
 _DECIDED = {
-    "batch_sampler": "it cuts the batches itself, so that every rank has as many (torch's DataLoader takes one)",
-    "generator": "it seeds one of its own, so that the global one is left alone",
-    "in_order": "batches out of order could be neither counted nor resumed",
+    "batch_sampler": "it builds its own, so that every rank gets the same number of batches",
+    "generator": "it seeds its own, and leaves the global one alone",
+    "in_order": "batches out of order can be neither counted nor resumed",
 }
 
 Seeds = tuple[int, int, int, int]  # seed, epoch, rank, position in the global order
@@ -47,50 +47,49 @@ def make_loader(
     rank: int | None = None,
     **options: Any,
 ) -> Loader:
-    """Make the loader of this rank's part of a dataset.
+    """Make a loader for this rank's part of a dataset.
 
-    In training the ranks' batches of a step are together one batch of the global order, whatever
-    the number of ranks; the last, incomplete one is shared out as evenly as possible, and every
-    rank gets as many batches. In evaluation each sample comes exactly once, in order, so that some
-    ranks may get a batch more.
+    In training, the ranks' batches of a step form one batch of the global order, on any number of
+    ranks. The last, incomplete batch is split as evenly as possible, and every rank gets the same
+    number of batches. In evaluation each sample comes exactly once, in order; some ranks may get one
+    batch more.
 
-    A stream, that is an `IterableDataset` or anything without a length, needs a method
-    `shard(index, num_shards)` that returns an iterable: its shards are spread over ranks x workers.
-    Each part is read as if it were alone: there `get_worker_info()` returns None.
+    A stream (an `IterableDataset`, or anything without a length) needs a method
+    `shard(index, num_shards)` that returns an iterable; its shards are spread over ranks x workers.
+    Inside a shard `get_worker_info()` returns None.
 
-    The loader calls a dataset's `set_epoch(epoch)`, if it has one, in every process that reads it
-    and before every batch: it should only keep the number. So it does for a dataset inside wrappers
-    that hold it as `dataset` or in `datasets`, such as torch's `Subset` and `ConcatDataset`.
+    The loader calls the dataset's `set_epoch(epoch)`, if it has one, in every process that reads it
+    and before every batch, so `set_epoch` should only store the number. A dataset wrapped as
+    `dataset` or in `datasets` (torch's `Subset`, `ConcatDataset`) is found, too.
 
     Args:
         dataset: Anything with a length and `__getitem__`, or a stream.
         batch_size: Samples per step, per rank.
-        train: Whether it is for training; else for evaluation.
-        shuffle: Whether each epoch has an order of its own: by default in training. Never in
-            evaluation, nor beside a sampler or for a stream.
-        seed: Any integer, the same on every rank: for the order and for the workers' random
-            numbers.
-        num_workers: Processes per rank that load; 0 loads in this one and leaves its random numbers
-            alone.
-        drop_last: Whether training leaves out the incomplete last global batch.
-        collate_fn: Makes a batch of a list of samples; torch's default by default.
-        sampler: A sampler of this rank's indices, instead of `shuffle`: any of ours, torch's
+        train: True for training, False for evaluation.
+        shuffle: Whether to shuffle each epoch; by default in training. Not allowed in evaluation,
+            with a sampler or for a stream.
+        seed: Any integer, the same on every rank; seeds the order and the workers.
+        num_workers: Loading processes per rank; 0 loads in this process and leaves its random
+            numbers alone.
+        drop_last: Whether training drops the incomplete last global batch.
+        collate_fn: Turns a list of samples into a batch; by default torch's.
+        sampler: Sampler of this rank's indices, instead of `shuffle`: one of ddpkit's, torch's
             DistributedSampler, or one with attributes `num_replicas` and `rank`; on one rank any
             sampler. Its `set_epoch` is called, if it has one.
-        num_replicas: Number of ranks among which the samples are dealt; by default all, or the
-            data-parallel ones (`set_data_parallel`). Where several ranks read the same samples, as
-            those that share a model by tensor parallelism do, it is smaller than the world size.
-        rank: This one's number among them, by default the process's own. All random numbers follow
-            from it: ranks of one number load equal batches.
-        **options: More of torch's DataLoader's: `pin_memory`, `persistent_workers`,
-            `prefetch_factor`, ...
+        num_replicas: Number of ranks that split the samples; by default all, or the data-parallel
+            ones (`set_data_parallel`). Below the world size if several ranks read the same samples,
+            as in tensor parallelism.
+        rank: This process's index among them; by default its own rank. It seeds the workers: equal
+            indices load equal batches.
+        **options: Further options of torch's DataLoader, such as `pin_memory`,
+            `persistent_workers` or `prefetch_factor`.
 
     Raises:
-        ValueError: If options contradict each other, `drop_last` would leave nothing, `rank` is
-            not below `num_replicas`, or a stream has fewer shards than readers or was split before.
-        TypeError: If a stream has no `shard`, on several ranks or with several workers; if a
-            sampler is not distributed, on several ranks; if the dataset is no dataset; if an option
-            is for `make_loader` to decide.
+        ValueError: If options contradict each other, `drop_last` leaves nothing, `rank` is not below
+            `num_replicas`, or a stream has fewer shards than readers or was split before.
+        TypeError: If a stream has no `shard` on several ranks or with several workers, a sampler is
+            not distributed on several ranks, the dataset is not a dataset, or `make_loader` sets the
+            option itself.
 
     Example:
         >>> loader = make_loader(range(10), batch_size=4)
@@ -103,11 +102,11 @@ def make_loader(
     batch_size = as_integer(batch_size, "batch_size")
     if not train and (shuffle or drop_last):
         promise = "With train=False each sample comes once, in order"
-        raise ValueError(f"{promise}: leave out shuffle and drop_last.")
+        raise ValueError(f"{promise}: remove shuffle and drop_last.")
     if shuffle and (sampler is not None or is_stream(dataset)):
-        raise ValueError("Leave out shuffle: the sampler, or the stream itself, decides the order.")
+        raise ValueError("Remove shuffle: the sampler, or the stream itself, decides the order.")
     if sampler is not None and is_stream(dataset):
-        raise ValueError("A stream is read in its own order: leave out the sampler.")
+        raise ValueError("A stream is read in its own order: remove the sampler.")
     if is_stream(dataset):
         dataset = shards_of(dataset, place, seed, num_workers, options.get("persistent_workers", False))
     elif sampler is not None:
@@ -121,25 +120,23 @@ def make_loader(
 
 
 class Loader(DataLoader[Any]):
-    """Load as torch's DataLoader does, and count epochs and the batches that the loop was given.
+    """torch's DataLoader, with epochs and progress counted. `make_loader` creates it.
 
-    `make_loader` makes it. Each `iter()` is the next epoch, the first one epoch 0, unless
-    `set_epoch` or a loaded state says otherwise. So `next(iter(loader))` begins an epoch, and the
-    next loop is over the one after it, with a warning: use `peek()`. A `set_epoch` or a state
-    loaded later does not reach an iterator that exists. Loops at the same time, as in
-    `zip(loader, loader)`, are over one epoch each, and the state counts the one begun last; with
+    Each `iter()` starts the next epoch, beginning with epoch 0, unless `set_epoch` or a loaded state
+    sets another. `next(iter(loader))` therefore uses up an epoch, and the next loop warns: use
+    `peek()`. `set_epoch` and `load_state_dict` do not affect existing iterators. Simultaneous loops,
+    as in `zip(loader, loader)`, run over one epoch each, and the state counts the latest; with
     persistent workers the older one raises `DdpkitError`.
 
-    A state counts the batches that the loop was given, not those that workers have fetched ahead.
-    So take it in the loop after the optimiser step: the batch at hand is done, and the resumed run
-    goes on with the next one. Taken at an epoch's last batch, nothing is left: the resumed run goes
-    through an empty loop once and so comes to what you do at an epoch's end. Taken after the loop,
-    the next epoch is left; but after a `break` the rest of this one is, unless
-    `set_epoch(epoch + 1)` has ended it.
+    A state counts the batches that the loop received, not those prefetched by workers. Take it in
+    the loop after the optimiser step: the current batch counts as done, and the resumed run starts
+    with the next one. At the last batch of an epoch, the resumed run starts with an empty loop, so
+    that your code after the loop runs. Taken after the loop, it resumes with the next epoch; after a
+    `break`, with the rest of this one, unless you call `set_epoch(epoch + 1)`.
 
-    Workers seed `random`, NumPy and torch before every batch, from (seed, epoch, rank, position in
-    the global order): random augmentations are the same with any number of workers, persistent or
-    not, and after a resume.
+    Workers seed `random`, NumPy and torch before every batch from (seed, epoch, rank, position in the
+    global order): random augmentations do not depend on the number of workers, their persistence or
+    a resume.
 
     Example:
         >>> loader = make_loader(range(6), batch_size=2, shuffle=False)
@@ -166,29 +163,29 @@ class Loader(DataLoader[Any]):
         self._seed = seed
         self._global_batch = batch_size * place.num_replicas
         self._epoch = 0
-        self._given_before = 0  # batches of this epoch, by the state that was loaded
-        self._latest: Loop | None = None  # the last one that was begun
-        self._loop: Loop | None = None  # the same while it counts
+        self._given_before = 0  # batches of this epoch done before the loaded state
+        self._latest: Loop | None = None  # the latest loop
+        self._loop: Loop | None = None  # the same, while it counts
         options["generator"] = torch.Generator("cpu")
         if sampler is None:
             super().__init__(dataset, batch_size, drop_last=drop_last, **options)
             return
         super().__init__(dataset, batch_sampler=_Batches(sampler, batch_size, drop_last), **options)
-        # beside a batch sampler torch forgets these, which people read
+        # torch does not set these with a batch sampler, but people read them
         self.__dict__.update(batch_size=batch_size, sampler=sampler, drop_last=drop_last)
 
     @property
     def _resumable(self) -> ResumableSampler | None:
-        """Return the sampler if it knows its place in the order."""
+        """Return the sampler if it can resume within an epoch."""
         return self.sampler if isinstance(self.sampler, ResumableSampler) else None
 
     @property
     def epoch(self) -> int:
-        """Return the epoch that the loop is in; outside of a loop, the next."""
+        """Return the current epoch; outside a loop, the next one."""
         return getattr(self.sampler, "epoch", self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next `iter()`: needed only to leave the sequence 0, 1, 2, ..."""
+        """Set the epoch of the next `iter()`; needed only to leave the sequence 0, 1, 2, ..."""
         if epoch != self.epoch:
             self._given_before = 0
         self._epoch = epoch
@@ -196,11 +193,10 @@ class Loader(DataLoader[Any]):
         pass_epoch_on(self.sampler, epoch)
 
     def epochs(self, n: int) -> Iterator[int]:
-        """Go through the epochs left of `n`; in a resumed run, from the interrupted one on.
+        """Iterate over the remaining epochs of `n`; a resumed run starts with the interrupted one.
 
-        In each of them loop over the loader once. Leaving that loop early is meant then, and gives
-        no warning. If that ends the epoch, call `set_epoch(epoch + 1)` before a state is taken;
-        else the state says that its rest is left.
+        Loop over the loader once in each. Leaving that loop early gives no warning. If that ends the
+        epoch, call `set_epoch(epoch + 1)` before taking a state; otherwise a resume continues it.
 
         Args:
             n: Number of epochs of the whole run.
@@ -217,12 +213,12 @@ class Loader(DataLoader[Any]):
             yield epoch
 
     def peek(self) -> Any:
-        """Return the batch that the next loop begins with, and count nothing.
+        """Return the first batch of the next loop, without counting it.
 
-        It is for a look at the shapes, or for tracing a model. It is loaded in this process, and the
-        random numbers that this takes from `random`, NumPy and torch are put back; those of a
-        worker are others. Where nothing is left of the epoch the batch is made of the dataset's
-        first samples; of a stream it is always the epoch's first.
+        Use it to look at shapes or to trace a model. It is loaded in this process, with other random
+        numbers than in a worker, and the generators of `random`, NumPy and torch are restored. If the
+        epoch has no batches left, it returns the dataset's first samples; of a stream, always the
+        epoch's first batch.
         """
         with generators_kept():
             batching: dict[str, Any] = {"batch_size": self.batch_size}
@@ -247,9 +243,9 @@ class Loader(DataLoader[Any]):
         return f"Loader({kind}, batch_size={self.batch_size}, rank={self._place.rank}, {progress})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far the run is in the order, the batch at hand included.
+        """Return the progress of the run, including the current batch.
 
-        It is the same on every rank, and plain numbers and text. That of a stream counts batches.
+        It is the same on every rank, and holds plain numbers and text. A stream's counts batches.
 
         Raises:
             TypeError: If the sampler cannot resume and the loop is inside an epoch.
@@ -263,15 +259,15 @@ class Loader(DataLoader[Any]):
         return {"epoch": self.epoch, "batches": batches, **self._identity_of_stream()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next `iter()` go on where `state` was taken, on any number of ranks.
+        """Resume at `state` with the next `iter()`, on any number of ranks.
 
-        A stream is read again up to there, without a step, and goes on with as many ranks and
-        workers only; at the beginning of an epoch with any number.
+        A stream is read again up to that position. Inside an epoch it resumes only on the same number
+        of ranks and workers.
 
         Raises:
-            ValueError: If dataset length, seed or shuffling are not those of the state; of a
-                stream, batch size or number of ranks or workers.
-            TypeError: If it is no state of a loader, or one inside an epoch, and the sampler cannot
+            ValueError: If the dataset's length, seed or shuffling differ from the state's; for a
+                stream, the batch size, or the number of ranks or workers.
+            TypeError: If it is not a loader's state, or is inside an epoch and the sampler cannot
                 resume.
         """
         if self._resumable is not None:
@@ -281,7 +277,7 @@ class Loader(DataLoader[Any]):
         self._loop = None
 
     def _identity_of_stream(self) -> dict[str, Any]:
-        """Return the numbers that the batches depend on, where they are counted."""
+        """Return the numbers that determine a stream's batches."""
         if isinstance(self.batch_sampler, _Batches):
             return {}
         return {
@@ -301,13 +297,13 @@ class Loader(DataLoader[Any]):
         self._given_before = batches
 
     def _check_can_skip(self, epoch: int, batches: int) -> None:
-        """Refuse to go on inside an epoch of a sampler that may deal it in another order."""
+        """Raise inside an epoch of a sampler that may deal another order."""
         if batches == 0 or not isinstance(self.batch_sampler, _Batches):
             return
         raise TypeError(
             f"{type(self.sampler).__name__} cannot resume inside an epoch, and batch {batches} of epoch "
-            f"{epoch} is done. Take the state when the epoch is over: after the loop, or after "
-            "set_epoch(epoch + 1). Or pass one of ddpkit's samplers for training as sampler."
+            f"{epoch} is done. Take the state at the end of the epoch: after the loop, or after "
+            "set_epoch(epoch + 1). Or pass one of ddpkit's training samplers."
         )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -324,11 +320,11 @@ class Loader(DataLoader[Any]):
         return _Pass(self, batches, loop)
 
     def _begin(self, loop: Loop) -> Iterator[Any]:
-        """Begin a pass of torch's DataLoader, and draw its order now, not at its first batch."""
+        """Start a pass of torch's DataLoader; draw its order now, not at the first batch."""
         if not isinstance(self.batch_sampler, _Batches):
             return super().__iter__()
         batches = iter(self.batch_sampler)
-        first = list(islice(batches, 1))  # until then a generator does not look at its epoch
+        first = list(islice(batches, 1))  # a generator reads its epoch only now
         self.batch_sampler.prepared = self._with_seeds(chain(first, batches), loop, self._start)
         try:
             return super().__iter__()
@@ -349,22 +345,22 @@ class Loader(DataLoader[Any]):
             yield batch
 
     def _seeds(self, epoch: int, position: int) -> Iterator[Seeds]:
-        """Yield the numbers from which the random numbers of each batch follow, the first one at a position."""
+        """Yield the seed numbers of each batch, from a position on."""
         for start in count(position, self._global_batch):
             yield self._seed, epoch, self._place.rank, start
 
     def _next(self, batches: Iterator[Any], loop: Loop) -> Any:
-        """Return a pass's next batch. One that cannot be made counts like any other."""
+        """Return the next batch of a pass. A batch that raises counts as well."""
         if self.persistent_workers and self._latest is not loop:
             raise DdpkitError(
-                f"This loop over epoch {loop.epoch} cannot go on, since another one over the "
-                "same loader was begun: persistent workers serve one loop at a time. Make a "
-                "loader for each loop, or leave out persistent_workers."
+                f"This loop over epoch {loop.epoch} cannot continue, because another loop over the same "
+                "loader has started: persistent workers serve one loop at a time. Make a loader for "
+                "each loop, or remove persistent_workers."
             )
         if self.num_workers == 0:
-            pass_epoch_on(self.dataset, loop.epoch)  # another loader over it may have set another epoch
+            pass_epoch_on(self.dataset, loop.epoch)  # another loader of the dataset may have set another epoch
         try:
-            if loop.batches < loop.first:  # of a stream: a loaded state counts them
+            if loop.batches < loop.first:  # skip the batches of a stream that a loaded state counts
                 with generators_kept():
                     while loop.batches < loop.first:
                         next(batches)
@@ -374,11 +370,11 @@ class Loader(DataLoader[Any]):
             if self._is_counted(loop):
                 self.set_epoch(loop.epoch + 1)
             raise
-        except DdpkitError:  # of another rank
+        except DdpkitError:  # another rank failed
             raise
         except Exception as error:
             if self.num_workers > 0 and not is_from_worker(error):
-                raise DdpkitError(f"The loader has lost a worker, or one is late: {describe_error(error)}") from error
+                raise DdpkitError(f"The loader lost a worker, or one timed out: {describe_error(error)}") from error
             self._count_batch(loop)
             raise
         self._count_batch(loop)
@@ -396,7 +392,7 @@ class Loader(DataLoader[Any]):
         current_job.tell(epoch=loop.epoch, batch=loop.batches)
 
     def _is_counted(self, loop: Loop) -> bool:
-        # torch's way to another epoch, sampler.set_epoch(), does not pass here
+        # torch's sampler.set_epoch() bypasses ours
         return loop is self._loop and loop.epoch == self.epoch
 
     def _warn_of_the_rest(self) -> None:
@@ -405,23 +401,23 @@ class Loader(DataLoader[Any]):
             return
         done = f"{sampler.consumed} of {sampler.n} samples"
         warnings.warn(
-            f"The loop over epoch {self.epoch} was left after {done}; this one is over epoch "
-            f"{self.epoch + 1}, and the rest goes unseen, unless that loop goes on (then only this "
-            "one is counted). To look at a batch use loader.peek(). If it was meant, loop over "
-            "loader.epochs(n), or call loader.set_epoch() before.",
+            f"The loop over epoch {self.epoch} stopped after {done}; this loop starts epoch "
+            f"{self.epoch + 1}, and the rest is skipped unless that loop continues (then only this one "
+            "counts). To look at a batch use loader.peek(). If you meant to stop early, loop over "
+            "loader.epochs(n), or call loader.set_epoch() first.",
             stacklevel=3,
         )
 
 
 class Loop:
-    """What is known of one pass over a loader.
+    """State of one pass over a loader.
 
     Attributes:
         epoch: Its epoch.
-        first: Batches of a stream to read again before the first one is handed out.
-        batches: Batches that were handed out.
-        drawn: In training, indices of those that are still to come.
-        steps: Of micro-batches: where those that are left begin.
+        first: Batches of a stream to read again before the first one is returned.
+        batches: Batches returned so far.
+        drawn: In training, indices of the batches to come.
+        steps: For micro-batches, where each remaining step starts.
     """
 
     def __init__(self, epoch: int, first: int) -> None:
@@ -433,7 +429,7 @@ class Loop:
 
 
 class _Pass(Iterator[Any]):
-    """One pass over a loader, which can go on after a batch that could not be made."""
+    """One pass over a loader, which can continue after a batch that raised."""
 
     def __init__(self, loader: Loader, batches: Iterator[Any], loop: Loop) -> None:
         self._loader = loader
@@ -445,7 +441,7 @@ class _Pass(Iterator[Any]):
 
 
 class _Batches(BatchSampler):
-    """Cut a sampler's indices into batches, or hand out those that a loop has prepared."""
+    """Cut a sampler's indices into batches, or return those that a loop prepared."""
 
     prepared: Iterator[list[int]] | None = None
 
@@ -454,7 +450,7 @@ class _Batches(BatchSampler):
 
 
 class Batch(list[int]):
-    """Carry a batch's indices to a worker, with the seeds that it sets when it unpickles them.
+    """A batch's indices and seeds, which a worker sets when it unpickles them.
 
     torch sends a persistent worker nothing else in a new epoch.
     """
@@ -466,16 +462,16 @@ class Batch(list[int]):
 
 
 def _seed_worker_and_unpack(indices: list[int], seed: int, epoch: int, rank: int, position: int) -> list[int]:
-    """Return a batch's indices; in the worker that is to load them, set its seeds and epoch."""
+    """Return a batch's indices; in the worker that loads them, set its seeds and epoch."""
     worker = get_worker_info()
-    if worker is not None:  # else somebody copies the list in the main process
+    if worker is not None:  # else the list is copied in the main process
         seed_cpu(hash_seeds("batch", seed, epoch, rank, position))
         pass_epoch_on(worker.dataset, epoch)
     return indices
 
 
 def check_options(call: str, options: dict[str, Any]) -> None:
-    """Refuse options that torch's DataLoader does not have, or that are not the caller's to choose."""
+    """Raise for options that torch's DataLoader does not have, or that the caller may not set."""
     for name in _DECIDED.keys() & options.keys():
         raise TypeError(f"{call} takes no {name}: {_DECIDED[name]}.")
     known = inspect.signature(DataLoader.__init__).parameters
@@ -484,11 +480,11 @@ def check_options(call: str, options: dict[str, Any]) -> None:
 
 
 def _check_sampler(sampler: Sampler[int], place: Place, batch_size: int) -> None:
-    """Refuse a sampler of another rank, or one that gives ranks different numbers of batches."""
+    """Raise for a sampler of another rank, or one that gives ranks different numbers of batches."""
     if isinstance(sampler, ResumableSampler) and sampler.batch_size not in (1, batch_size):
         raise ValueError(
-            f"The sampler was made for batch_size={sampler.batch_size}, the loader for "
-            f"{batch_size}: ranks could get different numbers of batches. Give both the same."
+            f"The sampler has batch_size={sampler.batch_size}, the loader {batch_size}: ranks could get "
+            "different numbers of batches. Pass the same to both."
         )
     found_rank = getattr(sampler, "rank", None)
     found_size = getattr(sampler, "num_replicas", None)
@@ -496,11 +492,11 @@ def _check_sampler(sampler: Sampler[int], place: Place, batch_size: int) -> None
         if place.num_replicas > 1:
             raise TypeError(
                 f"{type(sampler).__name__} does not split its samples: each of {place.num_replicas} ranks "
-                "would load them all. Pass DistributedSampler, DistributedWeightedSampler, or one "
-                "with attributes num_replicas and rank that deals this rank's share."
+                "would load them all. Pass DistributedSampler, DistributedWeightedSampler, or a sampler "
+                "with attributes num_replicas and rank that yields this rank's share."
             )
     elif (found_rank, found_size) != (place.rank, place.num_replicas):
         raise ValueError(
             f"The sampler is for rank {found_rank} of {found_size}, but this is rank {place.rank} of "
-            f"{place.num_replicas}. Where ranks share samples, pass num_replicas and rank here, too."
+            f"{place.num_replicas}. If ranks share samples, pass num_replicas and rank here, too."
         )

@@ -1,8 +1,8 @@
-"""Give each rank its samples: a pure function of (seed, epoch, n). Nothing here communicates.
+"""Give each rank its samples, as a pure function of (seed, epoch, n). Nothing here communicates.
 
-Every sampler splits one global order: rank r takes its positions r, r + world size, and so on. So
-any number of ranks uses that order up from the front, the progress is one number, and a run resumes
-on any number of ranks.
+Every sampler splits one global order: rank r takes its positions r, r + world size, and so on. Any
+number of ranks therefore consumes that order from the front, the progress is one number, and a run
+resumes on any number of ranks.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
     Positions = npt.NDArray[np.int64]
     Order = Callable[[Positions], Positions]
 
-# Make random orders of [0, n): functions from positions to numbers, without a list of them.
+# Random orders of [0, n): functions from positions to numbers, without a list in memory.
 
 
-# A permutation in memory up to here: 1 MB and 1.5 ms, and all orders equally likely.
+# Largest permutation kept in memory: 1 MB and 1.5 ms, with all orders equally likely.
 _IN_MEMORY = 2**17
 
 
 def shuffled(n: int, key: int) -> Order:
-    """Make a random order of [0, n), the same on every platform and NumPy version.
+    """Make a random order of [0, n), equal on every platform and NumPy version.
 
-    Up to 2**17 it is a true permutation. Beyond it is a keyed bijection: six Feistel rounds with
-    random tables of about sqrt(n) entries each on rows x columns >= n.
+    Up to 2**17 it is a true permutation; beyond, a keyed bijection: six Feistel rounds with random
+    tables of about sqrt(n) entries each on rows x columns >= n.
 
     Args:
         n: Length of the order, positive.
@@ -62,15 +62,12 @@ def shuffled(n: int, key: int) -> Order:
     bits = np.random.PCG64(key)
     if n > _IN_MEMORY:
         return bijection(n, bits)
-    generator = np.random.RandomState(bits)  # no NumPy release may change its stream
+    generator = np.random.RandomState(bits)  # NumPy guarantees that its stream never changes
     return generator.permutation(n).take
 
 
 def bijection(n: int, bits: np.random.PCG64) -> Order:
-    """Make a bijection on [0, n), with the statistics of a random one from about n = 1000 on.
-
-    It uses raw bits only.
-    """
+    """Make a bijection on [0, n) from raw bits, statistically random from about n = 1000 on."""
     root = isqrt(n - 1) + 1
     # rows x columns exceeds n by as little as possible
     rows = min(range(root, root + 64), key=lambda rows: -n % rows)
@@ -88,7 +85,7 @@ def bijection(n: int, bits: np.random.PCG64) -> Order:
     def order(positions: Positions) -> Positions:
         numbers = mixed(positions)
         beyond = np.flatnonzero(numbers >= n)
-        while beyond.size:  # walk on until back inside: that keeps it a bijection
+        while beyond.size:  # repeat until the number is below n, which keeps it a bijection
             numbers[beyond] = mixed(numbers[beyond])
             beyond = np.flatnonzero(numbers >= n)
         return numbers
@@ -101,23 +98,23 @@ def _table(bits: np.random.PCG64, length: int, below: int) -> Positions:
 
 
 def _wrapped(values: Positions, size: int) -> Positions:
-    """Return `values % size` for 0 <= values < 2 * size, but quicker."""
+    """Return `values % size` for 0 <= values < 2 * size, faster."""
     unsigned = values.view(np.uint64)
-    smaller = (values - size).view(np.uint64)  # a negative number is a huge one without its sign
+    smaller = (values - size).view(np.uint64)  # a negative number becomes huge as unsigned
     return np.minimum(unsigned, smaller).view(np.int64)
 
 
-# Whose samples are dealt: one place of those among which a dataset is shared out.
+# One of the readers that split a dataset.
 
 
 @dataclass(frozen=True)
 class Place:
-    """Be one of `num_replicas` readers that share a dataset, by default this process among the data-parallel ranks.
+    """One of `num_replicas` readers of a dataset; by default this process among the data-parallel ranks.
 
     Attributes:
-        rank: Its number, from 0.
-        num_replicas: How many there are.
-        made_for: This process's data-parallel rank and their number when it was made; None if the caller chose both.
+        rank: Its index, from 0.
+        num_replicas: Number of readers.
+        made_for: This process's data-parallel rank and world size at creation; None if the caller chose both.
     """
 
     rank: int
@@ -126,10 +123,10 @@ class Place:
 
     @classmethod
     def choose(cls, num_replicas: int | None, rank: int | None) -> Place:
-        """Take what the caller has chosen, and the rest from the job.
+        """Take the caller's choice, and the rest from the job.
 
         Raises:
-            ValueError: If a number is no integer, or the rank out of range.
+            ValueError: If a number is not an integer, or the rank is out of range.
         """
         made_for = None
         if num_replicas is None or rank is None:
@@ -144,13 +141,13 @@ class Place:
         return cls(rank, num_replicas, made_for)
 
     def check(self, name: str) -> None:
-        """Refuse to go on with the samples of another rank, or of another number of ranks.
+        """Raise if this process has another rank now, or the job another number of ranks.
 
         Args:
-            name: What deals them.
+            name: The caller, for the message.
 
         Raises:
-            DdpkitError: If this process has another rank now, or the job another number of ranks.
+            DdpkitError: If either has changed.
         """
         if self.made_for is None or get_worker_info() is not None:  # a loader's worker may not know its rank
             return
@@ -158,28 +155,26 @@ class Place:
         if now != self.made_for:
             raise DdpkitError(
                 f"{name} was made for rank {self.made_for[0]} of {self.made_for[1]}, "
-                f"but this is rank {now[0]} of {now[1]} now: the process group was made, replaced or "
-                "left since. Create it again; it can load the old state_dict()."
+                f"but this is now rank {now[0]} of {now[1]}: the process group was created, replaced or "
+                "left in between. Create it again; it can load the old state_dict()."
             )
 
 
 def _own_place() -> tuple[int, int]:
-    """Return this process's data-parallel rank and their number, now."""
+    """Return this process's current data-parallel rank and world size."""
     return get_data_parallel_rank(), get_data_parallel_world_size()
 
 
-_BLOCK = 2**13  # positions computed at a time, which stay in the cache
+_BLOCK = 2**13  # positions computed at a time, so that they stay in the cache
 
 
 class ResumableSampler(Sampler[int], ABC):
-    """Deal a global order of `n` positions to the ranks, from where the run left it.
+    """Deal a global order of `n` positions to the ranks, starting where the run stopped.
 
     Attributes:
-        epoch: The epoch whose order is drawn; see `set_epoch`.
-        start: Global position where this pass over the order starts: 0, or the number of samples
-            that a loaded state had consumed.
-        consumed: Samples of this epoch consumed so far by all ranks together, as counted by
-            `advance`.
+        epoch: The epoch of the order; see `set_epoch`.
+        start: Global position where this pass starts: 0, or the samples consumed in a loaded state.
+        consumed: Samples of this epoch that all ranks together have consumed, counted by `advance`.
     """
 
     def __init__(
@@ -207,15 +202,15 @@ class ResumableSampler(Sampler[int], ABC):
 
     @abstractmethod
     def _identity(self) -> dict[str, Any]:
-        """Return the numbers that the order depends on besides the epoch.
+        """Return the numbers, besides the epoch, that determine the order.
 
-        A state is loaded only where they are the same.
+        A state loads only if they are equal.
         """
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order to deal.
+        """Set the epoch of the next pass.
 
-        It starts at its front, or for a loaded state's epoch where that state was taken.
+        It starts at the front; in the epoch of a loaded state, at that state's position.
         """
         epoch = operator.index(epoch)
         if epoch != self.epoch:
@@ -224,30 +219,29 @@ class ResumableSampler(Sampler[int], ABC):
         self.consumed = self.start
 
     def advance(self, samples: int) -> None:
-        """Count `samples` more as consumed, of all ranks together.
+        """Count `samples` more samples, of all ranks together, as consumed.
 
-        `make_loader` does this. In a loop of your own call it once per step, on every rank, with
-        the global batch size: the sampler cannot count what it yields, since workers fetch ahead of
-        the loop.
+        `make_loader` does this. In your own loop call it once per step, on every rank, with the
+        global batch size: workers prefetch, so the sampler cannot count what it yields.
         """
         self.consumed = min(self.consumed + samples, self.n)
 
     @property
     def remaining(self) -> int:
-        """Return how many samples of this epoch all ranks together have left, without padding."""
+        """Return the samples of this epoch that all ranks together have left, without padding."""
         return max(0, min(self._end(), self.n) - self.consumed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the progress of the run: the same on every rank, plain numbers and text."""
+        """Return the progress of the run: equal on every rank, plain numbers and text."""
         return {"epoch": self.epoch, "consumed": self.consumed, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken, on any number of ranks, with any batch size.
+        """Resume at `state`, on any number of ranks, with any batch size.
 
         Raises:
-            ValueError: If the order is another one than the state's; the message names both values.
-                Nothing is changed.
-            TypeError: If it is no state of a sampler.
+            ValueError: If the state's order differs; the message names both values, and nothing
+                changes.
+            TypeError: If it is not a sampler's state.
         """
         epoch, consumed = read_progress(state, "consumed", f"of {self.n} samples consumed", self.n)
         check_identity(state, self._identity())
@@ -277,7 +271,7 @@ class ResumableSampler(Sampler[int], ABC):
         return self._end_from(self.start)
 
     def _end_from(self, start: int) -> int:
-        """Return the position where the dealing stops: beyond n with padding, before it without.
+        """Return the position where the order ends: beyond n with padding, before it with `drop_last`.
 
         Every rank must get the same number of batches.
         """
@@ -290,7 +284,7 @@ class ResumableSampler(Sampler[int], ABC):
 
     @property
     def _samples_per_step(self) -> int:
-        """Return the samples of an optimiser step, of all ranks together."""
+        """Return the samples per optimiser step of all ranks together."""
         return self.num_replicas * self.batch_size
 
     def _blocks(self, order: Order, start: int, end: int) -> Iterator[list[int]]:
@@ -304,28 +298,26 @@ class ResumableSampler(Sampler[int], ABC):
 
 
 class DistributedSampler(ResumableSampler):
-    """Deal a dataset's indices to the ranks in an order that a run can resume, in little memory.
+    """Deal a dataset's indices to the ranks, resumable and with little memory.
 
     A drop-in for `torch.utils.data.DistributedSampler` that needs no process group. The order is a
-    pure function of (seed, epoch, n); above 2**17 samples it is computed in blocks, so any number
-    of samples starts in milliseconds.
+    pure function of (seed, epoch, n). Above 2**17 samples it is computed in blocks, so any number of
+    samples starts within milliseconds.
 
     Args:
         dataset: Anything with a length.
-        num_replicas: Number of ranks; the world size by default.
-        rank: This rank, by default the process's own.
-        shuffle: Whether each epoch has an order of its own; else 0, 1, 2, ...
+        num_replicas: Number of ranks; by default the world size.
+        rank: This rank; by default the process's own.
+        shuffle: Whether to shuffle each epoch; otherwise 0, 1, 2, ...
         seed: Any integer, the same on every rank.
-        drop_last: Whether to leave out the end that does not fill a batch on every rank. By default
-            the ranks share it.
-        batch_size: Samples per step, per rank, of the loader that takes the indices. All ranks get
-            the same number of batches; only where fewer samples than ranks are left for the last
-            one, it is padded from the order's front. The default, 1, is torch's padding: the same
-            number of indices on every rank.
+        drop_last: Whether to drop the samples that do not fill a batch on every rank. By default the
+            ranks split them.
+        batch_size: Samples per step, per rank, of the loader. All ranks get the same number of
+            batches; only if the last one has fewer samples than ranks is it padded from the order's
+            front. The default, 1, gives torch's padding: the same number of indices on every rank.
 
     Raises:
-        ValueError: If the dataset is empty, `drop_last` would leave nothing, or a number is out of
-            range.
+        ValueError: If the dataset is empty, `drop_last` leaves nothing, or a number is out of range.
         TypeError: If the dataset has no length.
 
     Example:
@@ -353,7 +345,7 @@ class DistributedSampler(ResumableSampler):
         self.shuffle = bool(shuffle)
         if self._end() == 0:
             raise ValueError(
-                f"drop_last=True leaves nothing of {n} samples: {self.num_replicas} ranks take "
+                f"drop_last=True drops all {n} samples: {self.num_replicas} ranks take "
                 f"{self._samples_per_step} per step. Use fewer ranks, a smaller batch, or "
                 "drop_last=False."
             )
@@ -370,12 +362,12 @@ class DistributedSampler(ResumableSampler):
 class DistributedEvalSampler(Sampler[int]):
     """Deal every index exactly once, in order, without padding.
 
-    The ranks' numbers of samples differ by at most one, and a rank may get none.
+    The number of samples differs by at most one between ranks, and may be 0.
 
     Args:
         dataset: Anything with a length.
-        num_replicas: Number of ranks; the world size by default.
-        rank: This rank, by default the process's own.
+        num_replicas: Number of ranks; by default the world size.
+        rank: This rank; by default the process's own.
 
     Raises:
         ValueError: If the dataset is empty or the rank out of range.
@@ -415,39 +407,39 @@ def _length(dataset: Any) -> int:
 
 
 def check_identity(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Refuse a state of another order.
+    """Raise if a state belongs to another order.
 
     Raises:
-        ValueError: If one of the numbers on which the order depends was another one.
+        ValueError: If a number that determines the order differs.
     """
     for name, now in identity.items():
         saved = state.get(name)
         if saved != now:
             raise ValueError(
-                f"Cannot resume: {name} was {saved!r} when the state was saved and is {now!r} "
-                "now: the samples would come in another order. Make it as it was, or start a new "
+                f"Cannot resume: {name} was {saved!r} when the state was saved and is {now!r} now, "
+                "which changes the order of the samples. Restore the old value, or start a new "
                 "epoch."
             )
 
 
 def read_progress(state: Any, name: str, unit: str, limit: float = math.inf) -> tuple[int, int]:
-    """Return the epoch from the state of a sampler or loader, and how much of it is done.
+    """Return the epoch from the state of a sampler or loader, and its progress within it.
 
     Args:
         state: The state.
-        name: The name under which it has the second number.
-        unit: What that counts, for messages.
-        limit: How much there is.
+        name: Key of the progress.
+        unit: Unit of the progress, for messages.
+        limit: Largest possible progress.
 
     Raises:
-        TypeError: If it is no state.
-        ValueError: If one of the numbers is missing or out of range.
+        TypeError: If it is not a state.
+        ValueError: If a number is missing or out of range.
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"A sampler's state is a dict, got a {type(state).__name__}.")
     epoch: Any = state.get("epoch")
     done: Any = state.get(name)
     if type(epoch) is not int or type(done) is not int or epoch < 0 or not 0 <= done <= limit:
-        problem = f"epoch {epoch!r} with {done!r} {unit} is nothing to go on from"
+        problem = f"the state has epoch {epoch!r} with {done!r} {unit}"
         raise ValueError(f"Cannot resume: {problem}. Start a new epoch.")
     return epoch, done

@@ -1,4 +1,4 @@
-"""Starting random numbers: one seed for `random`, NumPy and torch, or one per rank or per sample."""
+"""Seed random numbers: one seed for `random`, NumPy and torch, per job, rank or sample."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import torch
 from ..job.current_job import get_data_parallel_rank, get_device
 from ..launch.ranks import get_rank, get_world_size, is_main_process
 
-# Mixing seeds, once for the whole library: (seed 0, epoch 1) and (seed 1, epoch 0) have nothing in common.
+# One way to mix seeds for the whole library: (seed 0, epoch 1) and (seed 1, epoch 0) are unrelated.
 
 
 def hash_seeds(use: str, *numbers: int) -> int:
-    """Mix numbers into one seed, the same on every platform and Python version.
+    """Mix numbers into one seed, equal on every platform and Python version.
 
     Args:
-        use: What the seed is for: different uses of the same numbers get unrelated seeds.
-        numbers: Any integers; their order counts.
+        use: Purpose of the seed; different purposes get unrelated seeds.
+        numbers: Any integers; order matters.
 
     Returns:
         A number in [0, 2**63).
@@ -38,49 +38,49 @@ def hash_seeds(use: str, *numbers: int) -> int:
 
 
 def seed_everything(seed: int, per_rank: bool = False) -> int:
-    """Seed `random`, NumPy and torch, with its accelerators.
+    """Seed `random`, NumPy and torch, including accelerators.
 
-    Call it with the same seed on every rank before the model is built, so that ranks start from equal weights; with
-    `per_rank=True` after that, so that dropout and exploration noise differ between ranks.
+    Call it with the same seed on every rank before building the model, so that ranks start with equal weights; then
+    with `per_rank=True`, so that dropout and exploration noise differ between ranks.
 
     Args:
-        seed: An integer of any kind in [0, 2**63).
-        per_rank: Whether to mix in the rank, among the data-parallel ones. It is hashed, not added: (seed 0, rank 1)
-            and (seed 1, rank 0) differ.
+        seed: Integer of any type in [0, 2**63).
+        per_rank: Whether to mix in the data-parallel rank. It is hashed, not added: (seed 0, rank 1) and (seed 1,
+            rank 0) differ.
 
     Returns:
-        The seed used on this rank, which is `seed` itself or its mixture with the rank.
+        The seed used on this rank, either `seed` or its mixture with the rank.
 
     Raises:
         ValueError: If the seed is out of range.
-        TypeError: If it is no integer.
+        TypeError: If the seed is not an integer.
 
     Example:
         >>> seed_everything(7)
         7
     """
-    seed = operator.index(seed)  # of NumPy's kinds, too, which random.seed() refuses
+    seed = operator.index(seed)  # NumPy's integers, too: random.seed() rejects them
     if not 0 <= seed < 2**63:
-        raise ValueError(f"A seed is a number in [0, 2**63), not {seed}.")
+        raise ValueError(f"A seed must be in [0, 2**63), got {seed}.")
     if per_rank:
         seed = hash_seeds("rank", seed, get_data_parallel_rank())
     seed_cpu(seed)
-    torch.manual_seed(seed)  # and the accelerators: too slow for what workers do before every batch
+    torch.manual_seed(seed)  # includes accelerators: too slow for workers, which seed before every batch
     return seed
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:
-    """Make the seed for one sample's augmentation: it depends on no rank, worker or batch size.
+    """Return a seed for one sample's augmentation, independent of rank, worker and batch size.
 
-    Seed a generator of the sample's own with it, in `__getitem__`: then any number of ranks augments alike.
+    Seed a generator with it in `__getitem__`: augmentations are then equal on any number of ranks.
 
     Args:
         seed: The run's seed.
-        epoch: The epoch. `make_loader` passes it to a dataset that has `set_epoch(epoch)`.
+        epoch: The epoch. `make_loader` passes it to the dataset's `set_epoch(epoch)`, if it has one.
         index: The sample's index in the dataset.
 
     Returns:
-        A number in [0, 2**63), the same on every platform.
+        A number in [0, 2**63), equal on every platform.
 
     Example:
         >>> generator = torch.Generator().manual_seed(sample_seed(0, epoch=3, index=41))
@@ -90,11 +90,11 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
 
 
 def seed_cpu(seed: int) -> None:
-    """Seed the global CPU generators of `random`, NumPy and torch; `seed` is a number in [0, 2**63)."""
+    """Seed the global CPU generators of `random`, NumPy and torch with a number in [0, 2**63)."""
     random.seed(seed)
     if seed < 2**32:
         np.random.seed(seed)
-    else:  # NumPy takes no number beyond 32 bits
+    else:  # NumPy's seeds have 32 bits
         np.random.seed([seed % 2**32, seed >> 32])
     torch.default_generator.manual_seed(seed)
 
@@ -105,17 +105,17 @@ _log = logging.getLogger(__name__)
 
 
 def get_rng_state() -> dict[str, Any]:
-    """Return the states of this rank's generators: `random`, NumPy's global one, torch's on the CPU and accelerator.
+    """Return the state of this rank's generators: `random`, NumPy's global one, torch on CPU and accelerator.
 
     Raises:
-        TypeError: If NumPy's global generator draws from other bits than NumPy's default.
+        TypeError: If NumPy's global generator does not use NumPy's default bit generator.
     """
     kind = get_device().type
     numpy: Any = np.random.get_state(legacy=False)
     if numpy["bit_generator"] != "MT19937":
         raise TypeError(
-            f"NumPy's global generator draws from {numpy['bit_generator']}, of which the state is not kept: "
-            "leave np.random.set_bit_generator() out, and use a generator of your own."
+            f"NumPy's global generator uses {numpy['bit_generator']}, and its state cannot be saved: "
+            "remove np.random.set_bit_generator(), and use your own generator."
         )
     numpy["state"]["key"] = numpy["state"]["key"].tolist()
     return {
@@ -128,7 +128,7 @@ def get_rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Set this rank's generators to a state that `get_rng_state()` returned."""
+    """Set this rank's generators to a state from `get_rng_state()`."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.default_generator.set_state(state["torch"])
@@ -138,7 +138,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Give this rank's generators back, when a block ends, the states that they had before it."""
+    """Restore this rank's generators when the block ends."""
     state = get_rng_state()
     try:
         yield
@@ -147,10 +147,10 @@ def generators_kept() -> Iterator[None]:
 
 
 def set_rng_states(saved: list[dict[str, Any]]) -> None:
-    """Give this rank its generators back, or new ones derived from them if the job had another size or kind of device.
+    """Restore this rank's generators; derive new ones if the job has another size or device type now.
 
     Args:
-        saved: The states from `get_rng_state()` of every rank of the job that saved, by rank.
+        saved: States from `get_rng_state()` on every rank of the saving job, by rank.
     """
     there = (len(saved), saved[0]["device"])
     here = (get_world_size(), get_device().type)
@@ -161,5 +161,5 @@ def set_rng_states(saved: list[dict[str, Any]]) -> None:
     seed_everything(hash_seeds(text), per_rank=True)
     if is_main_process():
         _log.warning(
-            "Saved on %d ranks (%s), loaded on %d (%s): random numbers start anew on each rank.", *there, *here
+            "Saved on %d ranks (%s), loaded on %d (%s): each rank's random numbers are seeded again.", *there, *here
         )

@@ -1,4 +1,4 @@
-"""Streams: datasets that are read in order, in shards that the ranks and their workers share."""
+"""Streams: datasets read in order, as shards spread over ranks and workers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .seeds import hash_seeds, seed_cpu
 
 
 def pass_epoch_on(owner: Any, epoch: int) -> None:
-    """Set the epoch of an object that has `set_epoch`, else of those that it wraps as `dataset` or in `datasets`."""
+    """Call an object's `set_epoch`; without one, that of the objects it holds as `dataset` or in `datasets`."""
     if callable(getattr(owner, "set_epoch", None)):
         owner.set_epoch(epoch)
         return
-    held = getattr(owner, "__dict__", {})  # a property may be work
+    held = getattr(owner, "__dict__", {})  # a property may be expensive
     inner = held.get("datasets")
     if isinstance(inner, dict):
         inner = inner.values()
@@ -28,25 +28,25 @@ def pass_epoch_on(owner: Any, epoch: int) -> None:
             pass_epoch_on(each, epoch)
 
 
-# stages of a WebDataset that take a part of the shards, by the rank
+# WebDataset stages that select shards by rank
 _NODE_SPLITTERS = ("single_node_only", "split_by_node")
-_FEWER = "Use fewer ranks or workers, or cut the data into more shards (files)."
-_END = object()  # of a part
+_FEWER = "Use fewer ranks or workers, or split the data into more shards (files)."
+_END = object()  # end of a part
 
 
 def is_stream(dataset: Any) -> bool:
-    """Return whether a dataset is read in order only."""
+    """Return whether a dataset can only be read in order."""
     if isinstance(dataset, IterableDataset):
         return True
     return hasattr(dataset, "shard") and not hasattr(dataset, "__len__")
 
 
 def shards_of(dataset: Any, place: Place, seed: int, num_workers: int, persistent: bool) -> Any:
-    """Spread a stream over ranks and workers; refuse one that cannot be, or was split before."""
+    """Spread a stream over ranks and workers; raise if it cannot be split, or was split before."""
     if getattr(dataset, "_distributed", None) is not None:
         raise ValueError(
-            "The stream was split among ranks before, by split_dataset_by_node(): the loader would "
-            "split this rank's part again, and the rest would never be read. Pass the whole stream."
+            "split_dataset_by_node() has already split this stream between ranks: the loader would split "
+            "this rank's part again and never read the rest. Pass the whole stream."
         )
     if place.num_replicas > 1:
         _check_has_seed(dataset)
@@ -54,14 +54,14 @@ def shards_of(dataset: Any, place: Place, seed: int, num_workers: int, persisten
     shards = getattr(dataset, "num_shards", None)
     if isinstance(shards, int) and shards < readers:
         raise ValueError(
-            f"The stream's number of shards is {shards}, but each of {readers} readers ({place.num_replicas} "
+            f"The stream has num_shards={shards}, but each of {readers} readers ({place.num_replicas} "
             f"ranks x {max(num_workers, 1)} workers) needs one. {_FEWER}"
         )
     if readers > 1 and not hasattr(dataset, "shard"):
         raise TypeError(
             f"{type(dataset).__name__} has no shard(index, num_shards): each of {readers} readers would "
-            "read all of it. Pass an object that has this method, which returns one part as an "
-            "iterable; or, if the stream splits itself, use torch's DataLoader."
+            "read all of it. Pass an object with this method, which returns one part as an iterable; "
+            "or, if the stream splits itself, use torch's DataLoader."
         )
     if readers == 1 and num_workers == 0 and not hasattr(dataset, "shard"):
         return dataset
@@ -69,7 +69,7 @@ def shards_of(dataset: Any, place: Place, seed: int, num_workers: int, persisten
 
 
 def _check_has_seed(dataset: Any) -> None:
-    """Refuse a Hugging Face stream that was shuffled without a seed, by each rank in its own way."""
+    """Raise for a Hugging Face stream shuffled without a seed: each rank would have another order."""
     waiting = [getattr(dataset, "_ex_iterable", None)]
     while waiting:
         stage = waiting.pop()
@@ -77,22 +77,22 @@ def _check_has_seed(dataset: Any) -> None:
             continue
         if "Shuffled" in type(stage).__name__ and _is_without_seed(stage):
             raise ValueError(
-                "The stream was shuffled without a seed: each rank has the shards in another order, "
-                "and some would be read twice, others never. Use shuffle(seed=...), with the same "
-                "number, less than 2**64, on every rank."
+                "The stream was shuffled without a seed: the order of shards differs between ranks, so some "
+                "shards would be read twice and others never. Use shuffle(seed=...) with the same number, "
+                "less than 2**64, on every rank."
             )
         waiting += [getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", [])]
 
 
 def _is_without_seed(stage: Any) -> bool:
-    """Return whether NumPy drew the seed of a stage, of 128 bits, from the system."""
+    """Return whether NumPy drew a stage's seed (128 bits) from the system."""
     bits = getattr(getattr(stage, "generator", None), "bit_generator", None)
     entropy = getattr(getattr(bits, "seed_seq", None), "entropy", None)
     return isinstance(entropy, int) and entropy >= 2**64
 
 
 class Stream(IterableDataset[Any]):
-    """Spread the shards of a stream over ranks x workers; without shards it has one reader."""
+    """Spread a stream's shards over ranks x workers; a stream without shards has one reader."""
 
     def __init__(self, dataset: Any, place: Place, seed: int, num_workers: int, persistent: bool) -> None:
         self.dataset = dataset
@@ -100,14 +100,14 @@ class Stream(IterableDataset[Any]):
         self.readers = max(num_workers, 1)  # per rank
         self.place = place
         self.epoch = 0
-        # Workers know the epoch they were started in; persistent ones read it in shared memory.
+        # Workers know the epoch in which they started; persistent workers read it from shared memory.
         self.latest_epoch: torch.Tensor | None = None
         if persistent:
-            epoch = torch.zeros((), dtype=torch.int64, device="cpu")  # whatever the default device
+            epoch = torch.zeros((), dtype=torch.int64, device="cpu")  # whatever the default device is
             self.latest_epoch = epoch.share_memory_()  # type: ignore[no-untyped-call]
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass, also of workers that live already."""
+        """Set the epoch of the next pass, in running workers, too."""
         self.epoch = epoch
         if self.latest_epoch is not None:
             self.latest_epoch.fill_(epoch)
@@ -115,30 +115,30 @@ class Stream(IterableDataset[Any]):
 
     def __len__(self) -> int:
         if hasattr(self.dataset, "shard"):
-            raise TypeError("The length of a stream's shards is not known before they are read.")
+            raise TypeError("A stream's shards have no known length before they are read.")
         return len(self.dataset)
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
-        number = 0  # without workers, or for peek(), which shows the first worker's part
+        number = 0  # no workers, or peek(), which shows the first worker's part
         if worker is not None:
             number = worker.id
             if self.latest_epoch is not None:
                 self.epoch = int(self.latest_epoch)
             seed_cpu(hash_seeds("stream", self.seed, self.epoch, self._reader(number)))
             pass_epoch_on(self.dataset, self.epoch)
-        if not hasattr(self.dataset, "shard"):  # it has one reader, which splits nothing
+        if not hasattr(self.dataset, "shard"):  # one reader: nothing to split
             return iter(self.dataset)
         num_shards = self.place.num_replicas * self.readers
         part = self.dataset.shard(index=self._reader(number), num_shards=num_shards)
         part = _without_node_splitters(part)
-        pass_epoch_on(part, self.epoch)  # it may be an object of its own, which begins with epoch 0
+        pass_epoch_on(part, self.epoch)  # a separate object may start at epoch 0
         with WithoutWorkerInfo():
             samples = iter(part)
         return self._read_alone(samples, number)
 
     def _read_alone(self, samples: Iterator[Any], worker: int) -> Iterator[Any]:
-        """Read a part without the worker's number, by which many streams would split it again."""
+        """Read a part with the worker's number hidden: many streams would use it to split the part again."""
         alone = WithoutWorkerInfo()
         with alone:
             sample = next(samples, _END)
@@ -151,18 +151,18 @@ class Stream(IterableDataset[Any]):
             ranks = self.place.num_replicas
             warnings.warn(
                 f"Rank {self.place.rank} of {ranks}, worker {worker} of {self.readers}, has nothing to "
-                f"read: part {self._reader(worker)} of the stream's {ranks * self.readers} parts is empty. "
+                f"read: part {self._reader(worker)} of {ranks * self.readers} parts of the stream is empty. "
                 f"{_FEWER}",
                 stacklevel=2,
             )
 
     def _reader(self, worker: int) -> int:
-        """Number a worker among those of all ranks."""
+        """Return a worker's number among the workers of all ranks."""
         return self.place.rank * self.readers + worker
 
 
 def _without_node_splitters(part: Any) -> Any:
-    """Take from a WebDataset the stages that would divide a part among the ranks again."""
+    """Remove the stages of a WebDataset that would split a part between ranks again."""
     if not isinstance(getattr(part, "pipeline", None), list) or not hasattr(part, "compose"):
         return part
     copy = part.compose()

@@ -1,1 +1,1 @@
-"""The job that this process is in: setting it up, its device, leaving it."""
+"""The job of this process: joining it, its device, leaving it."""

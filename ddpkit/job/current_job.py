@@ -1,4 +1,4 @@
-"""The job that this process is in now: what the other rooms ask and tell it. `lifecycle` begins and ends it."""
+"""The current job of this process, as other modules query it. `lifecycle` starts and ends it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from ..join.session import Session
 
 job: Job | None = None
-# what optional rooms do when this process has joined a job, and when it leaves one
+# hooks of optional modules, called when this process has joined a job, and when it leaves one
 on_join: list[Callable[[], None]] = []
 on_leave: list[Callable[[], None]] = []
-open_stores: dict[Any, Any] = {}  # that this process hosts, to be joined again; by the address that the launcher tells
-watch_starter: Any = None  # set by the watch, which is loaded where `setup(watch=True)` finds several ranks
-_batches: deque[Sequence[object]] = deque(maxlen=64)  # samples of those that loaders have handed out last
+open_stores: dict[Any, Any] = {}  # stores that this process hosts for a later join, by the launcher's address
+watch_starter: Any = None  # set by the watch, which is imported if `setup(watch=True)` finds several ranks
+_batches: deque[Sequence[object]] = deque(maxlen=64)  # samples of the batches that loaders returned last
 
 
 def has_job() -> bool:
@@ -34,7 +34,7 @@ def has_job() -> bool:
 
 
 def is_watched() -> bool:
-    """Return whether this process hears of what happens on other ranks while it computes."""
+    """Return whether this process learns of failures on other ranks while it computes."""
     return job is not None and job.watch is not None
 
 
@@ -63,16 +63,16 @@ def asked_options() -> Options:
 
 
 def owns_group() -> bool:
-    """Return whether `setup()` has made the process group, or there is none."""
+    """Return whether `setup()` created the process group, or there is none."""
     return job is None or session() is None or job.owns_group
 
 
 def hold_failures(hold: bool, grace: float | None = None) -> None:
-    """Let a peer's failure not interrupt this process, or again.
+    """Defer interruptions by a peer's failure, or allow them again.
 
     Args:
-        hold: Whether not.
-        grace: Seconds that it then has to deal with one.
+        hold: Whether to defer them.
+        grace: Seconds to handle a failure after that.
     """
     mine = session()
     if mine is None:
@@ -83,10 +83,10 @@ def hold_failures(hold: bool, grace: float | None = None) -> None:
 
 
 def interrupt(failure: Failure) -> bool:
-    """Raise in the main threads of all ranks, as when one has failed; any thread may call it.
+    """Raise in the main threads of all ranks, as if one had failed; safe in any thread.
 
     Returns:
-        False if this process is in no job of several, and nothing was done.
+        False if this process is not in a job of several ranks, and nothing was done.
     """
     mine = session()
     if mine is None:
@@ -99,11 +99,11 @@ def interrupt(failure: Failure) -> bool:
 
 
 def get_device() -> torch.device:
-    """Return this rank's device: the one that `setup()` bound, before it the one that it would.
+    """Return this rank's device: the one that `setup()` bound, or before it the one that it would bind.
 
     Raises:
-        NotSetUpError: If there are several accelerators and the launcher does not tell the local rank; `setup()` finds
-            it out by asking the other ranks.
+        NotSetUpError: If there are several accelerators and the launcher does not set the local rank; `setup()` gets it
+            from the other ranks.
 
     Example:
         >>> batch = torch.ones(4, 2).to(get_device())
@@ -117,18 +117,18 @@ def get_device() -> torch.device:
 
 
 def data_parallel() -> Peers | None:
-    """Return the ranks among which the samples are shared out, this one among them; None if that is all of the job."""
+    """Return the data-parallel ranks, this one included; None if those are all ranks of the job."""
     return job.data_parallel if job is not None and job.is_current() else None
 
 
 def choose_data_parallel(peers: Peers | None) -> None:
-    """Remember those ranks for as long as this job lives; call it only where `joined()` is true."""
+    """Set the data-parallel ranks for the lifetime of this job; call it only where `joined()` is true."""
     assert job is not None
     job.data_parallel = peers
 
 
 def get_data_parallel_rank() -> int:
-    """Return this process's number among the data-parallel ranks, from 0: its rank unless `set_data_parallel` chose.
+    """Return this process's index among the data-parallel ranks, from 0; its rank unless `set_data_parallel` was used.
 
     Example:
         >>> get_data_parallel_rank()
@@ -138,7 +138,7 @@ def get_data_parallel_rank() -> int:
 
 
 def get_data_parallel_world_size() -> int:
-    """Return the number of data-parallel ranks: the world size unless `set_data_parallel` chose.
+    """Return the number of data-parallel ranks; the world size unless `set_data_parallel` was used.
 
     Example:
         >>> get_data_parallel_world_size()
@@ -149,11 +149,11 @@ def get_data_parallel_world_size() -> int:
 
 @contextmanager
 def peer_errors() -> Iterator[None]:
-    """Raise the `PeerError` that names the peer where a torch call in this block breaks because a peer failed.
+    """Raise `PeerError`, naming the peer, if a torch call in this block breaks because a peer failed.
 
-    ddpkit's own calls do this by themselves. A collective of torch's, or the `backward` of a DDP model, may raise a
-    plain `RuntimeError` about a connection before the news of the failure has come: put those in this block to catch
-    `PeerError`. All other errors leave the block as they are, and on one process nothing changes.
+    ddpkit's own calls already do this. A torch collective, or the `backward` of a DDP model, may raise a plain
+    `RuntimeError` about a connection before this rank learns of the failure: run those in this block to catch
+    `PeerError`. All other errors are unchanged, and on one process nothing happens.
 
     Raises:
         PeerError: If another rank failed, left or did not come; at the start of the block, too, if that is known.
@@ -171,7 +171,7 @@ def peer_errors() -> Iterator[None]:
     """
     mine = session()
     if mine:
-        mine.failures.raise_if_known()  # also if the error that said so was swallowed
+        mine.failures.raise_if_known()  # even if the script swallowed its error
     try:
         yield
     except RuntimeError as error:
@@ -182,7 +182,7 @@ def peer_errors() -> Iterator[None]:
 
 
 def tell(**progress: int) -> None:
-    """Say how far the script is, for those who ask what the ranks are doing."""
+    """Record the script's progress, for reports of what the ranks are doing."""
     mine = session()
     if mine is not None:
         mine.told = {name: int(number) for name, number in progress.items()}
@@ -190,19 +190,19 @@ def tell(**progress: int) -> None:
 
 
 def tell_samples(indices: Sequence[object]) -> None:
-    """Say which samples of a dataset are in the batch that a loader hands out, or could not make."""
+    """Record the samples of the batch that a loader returns, or could not make."""
     _batches.append(indices)
 
 
 def take_samples() -> list[Sequence[object]]:
-    """Return the samples of the batches since the last call, of the latest ones if they are many."""
+    """Return the samples of the batches since the last call, at most of the latest 64."""
     taken = list(_batches)
     _batches.clear()
     return taken
 
 
 def finish_before_leaving(owner: object, finish: Callable[[], None] | None) -> None:
-    """Let `distributed()` call a collective function where its block ends well; with None, no more."""
+    """Make `distributed()` call a collective function when its block completes; None cancels it."""
     if job is None:
         return
     job.unfinished.pop(owner, None)
@@ -211,12 +211,12 @@ def finish_before_leaving(owner: object, finish: Callable[[], None] | None) -> N
 
 
 def has_unfinished() -> bool:
-    """Return whether something was begun that all ranks have to wait for before they leave."""
+    """Return whether all ranks have to wait for something before they leave."""
     return job is not None and bool(job.unfinished)
 
 
 def finish() -> None:
-    """Do, in the order in which it was begun, what was to be finished before this job ends. Collective then."""
+    """Finish, in the order of their start, the things to be finished before this job ends. Collective then."""
     while job is not None and job.unfinished and job.is_current():
         owner = next(iter(job.unfinished))
         job.unfinished.pop(owner)()

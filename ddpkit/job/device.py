@@ -1,4 +1,4 @@
-"""Which accelerator belongs to which rank, and which backend joins them."""
+"""Choose each rank's accelerator, and the backend."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ _CPU = torch.device("cpu")
 
 
 def device_index(visible: int, local_rank: int, local_world_size: int) -> int | None:
-    """Return the accelerator of a rank: that at its local rank, the only one it sees, or None where there is none.
+    """Return a rank's accelerator: the one at its local rank, or the only visible one; None if there is none.
 
     Raises:
-        LaunchError: If there are more ranks on the node than accelerators to give them.
+        LaunchError: If the node has more ranks than accelerators.
     """
     if visible == 0:
         return None
     if local_world_size <= visible:
         return local_rank
-    if visible == 1:  # the launcher gave each rank one of its own; if not, `identity` shows that it is the same one
+    if visible == 1:  # the launcher gave each rank its own; if not, `identity` shows that they are the same
         return 0
     raise LaunchError(
         f"{local_world_size} ranks on this node, but {visible} visible accelerators. Start {visible} ranks on it, or "
-        'let ranks share one by naming it: setup(device="cuda:0").'
+        'share one explicitly: setup(device="cuda:0").'
     )
 
 
 def choose_device(asked: torch.device | ChooseDevice | None, local_rank: int, local_world_size: int) -> torch.device:
-    """Return the device that was asked for, or the one that the local rank gives."""
+    """Return the requested device, or the one for the local rank."""
     if callable(asked):
         asked = checked_device(asked(local_rank))
     if asked is not None:
@@ -41,7 +41,7 @@ def choose_device(asked: torch.device | ChooseDevice | None, local_rank: int, lo
     if not torch.accelerator.is_available():
         return _CPU
     kind = torch.accelerator.current_accelerator()
-    if kind is None or (kind.type == "mps" and local_world_size > 1):  # no collectives on mps
+    if kind is None or (kind.type == "mps" and local_world_size > 1):  # mps has no collectives
         return _CPU
     index = device_index(_count(kind.type), local_rank, local_world_size)
     if index is None:
@@ -55,7 +55,7 @@ def _device_asked_for(asked: torch.device, local_rank: int) -> torch.device:
     index = local_rank if asked.index is None else asked.index
     visible = _count(asked.type)
     if index >= visible:
-        raise LaunchError(f"{asked} was asked for on local rank {local_rank}; visible {asked.type} devices: {visible}.")
+        raise LaunchError(f"{asked} was requested on local rank {local_rank}; visible {asked.type} devices: {visible}.")
     return torch.device(asked.type, index)
 
 
@@ -65,7 +65,7 @@ def count_accelerators() -> int:
 
 
 def is_same_device(asked: torch.device | ChooseDevice, device: torch.device, local_rank: int = 0) -> bool:
-    """Return whether a device is the one asked for; without an index any of its kind is."""
+    """Return whether a device is the requested one; without an index any of its type is."""
     if callable(asked):
         asked = checked_device(asked(local_rank)) or device
     return asked == device or (asked.index is None and asked.type == device.type)
@@ -73,12 +73,12 @@ def is_same_device(asked: torch.device | ChooseDevice, device: torch.device, loc
 
 def bind_device(device: torch.device) -> None:
     """Make it the current device, before the group exists: NCCL binds to the current GPU."""
-    if device.index is not None and device.type != "mps":  # there is only one
+    if device.index is not None and device.type != "mps":  # there is only one mps device
         getattr(torch, device.type).set_device(device.index)
 
 
 def identity(device: torch.device) -> str:
-    """Return a name that two processes on one node share only if they mean the same accelerator; "" for the CPU."""
+    """Return a name that two processes on one node share only if it is the same accelerator; "" for the CPU."""
     if device.type in ("cpu", "mps"):
         return ""
     properties = getattr(torch, device.type).get_device_properties(device)
@@ -90,8 +90,8 @@ def identity(device: torch.device) -> str:
 
 
 def default_backend(device: torch.device, shared: bool) -> str:
-    """Return the backend that suits the device; gloo also carries the CPU tensors of a job on accelerators."""
-    if device.type in ("cpu", "mps") or shared:  # NCCL refuses two ranks on one GPU
+    """Return the backend for the device; with accelerators, gloo carries the job's CPU tensors, too."""
+    if device.type in ("cpu", "mps") or shared:  # NCCL rejects two ranks on one GPU
         return "gloo"
     native = dist.get_default_backend_for_device(device)
     if native == "nccl" and not dist.is_nccl_available():
@@ -102,10 +102,10 @@ def default_backend(device: torch.device, shared: bool) -> str:
 
 
 def control_device_of(config: str, device: torch.device) -> torch.device:
-    """Return the device on which small messages travel in a group: the CPU if its backend reaches it, as gloo does.
+    """Return the device for a group's small messages: the CPU if its backend supports it, as gloo does.
 
     Args:
-        config: The group's, as `dist.get_backend_config()` writes it.
+        config: The group's backends, from `dist.get_backend_config()`.
         device: This rank's device.
     """
     return _CPU if "cpu:" in config else device

@@ -1,4 +1,4 @@
-"""The job that this process has joined, with everything that `teardown()` has to end."""
+"""The job that this process has joined, with everything that `teardown()` must end."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from ..join.session import Session
 
 
-# The arguments of `setup()`, checked.
+# The checked arguments of `setup()`.
 
 _TIMEOUT = timedelta(minutes=10)
 _CPU = torch.device("cpu")
-ChooseDevice = Callable[[int], str | torch.device]  # by the local rank
+ChooseDevice = Callable[[int], str | torch.device]  # called with the local rank
 _PLACE = ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes", "master_port")
 
 
@@ -43,7 +43,7 @@ class Options:
 
 
 class OpenStore(NamedTuple):
-    """The store where the ranks meet, its address as far as that is known, and the rank that hosts it, if one does."""
+    """The store where the ranks meet, its address if known, and the rank that hosts it, if any."""
 
     store: dist.Store
     address: str | None = None
@@ -52,7 +52,7 @@ class OpenStore(NamedTuple):
 
 
 def check_launch(launch: Any) -> None:
-    """Refuse what describes no place in a job."""
+    """Raise for a launch that is not a place in a job."""
     if launch is None:
         return
     if not isinstance(launch, Launch):
@@ -80,11 +80,11 @@ def checked_options(
     watch: Any = True,
     launch: Launch | None = None,
 ) -> Options:
-    """Convert the other arguments of `setup()`.
+    """Check and convert the other arguments of `setup()`.
 
     Raises:
         TypeError: If the time-out is a number.
-        ValueError: If an argument cannot be used.
+        ValueError: If an argument is invalid.
     """
     check_timeout(timeout)
     if not isinstance(watch, bool):
@@ -97,7 +97,7 @@ def checked_options(
 
 
 def checked_backend(backend: Any) -> str | None:
-    """Convert a backend's name; raise ValueError if torch knows none by it."""
+    """Convert a backend's name; raise ValueError if torch does not know it."""
     if backend is None:
         return None
     if not isinstance(backend, str):
@@ -108,12 +108,14 @@ def checked_backend(backend: Any) -> str | None:
         name = part.rpartition(":")[2]
         if name not in known:
             names = ", ".join(known)
-            raise ValueError(f"backend={backend!r} is none that torch knows here: {names}, or cpu:gloo,cuda:nccl.")
+            raise ValueError(
+                f"backend={backend!r} is unknown to torch here: pass one of {names}, or cpu:gloo,cuda:nccl."
+            )
     return asked
 
 
 def checked_device(device: Any) -> torch.device | None:
-    """Convert a device or its name; raise ValueError if torch knows none by it."""
+    """Convert a device or its name; raise ValueError if torch does not know it."""
     if device is None:
         return None
     if not isinstance(device, (str, torch.device)):
@@ -123,11 +125,11 @@ def checked_device(device: Any) -> torch.device | None:
         )
     try:
         return torch.device(device)
-    except RuntimeError as error:  # torch lists its kinds of device
-        raise ValueError(f"device={device!r} is no device: {error}") from error
+    except RuntimeError as error:  # torch lists its device types
+        raise ValueError(f"device={device!r} is not a device: {error}") from error
 
 
-# The ranks that take part in a call, where these are not all of the job's: those of one of torch's groups.
+# The ranks that take part in a call, if they are not all ranks of the job.
 
 
 @dataclass(frozen=True)
@@ -135,8 +137,8 @@ class Peers:
     """The ranks of a group.
 
     Attributes:
-        ranks: Their numbers in the job, in the order of the group.
-        group: Torch's group.
+        ranks: Their ranks in the job, in the order of the group.
+        group: torch's process group.
     """
 
     ranks: tuple[int, ...]
@@ -144,17 +146,17 @@ class Peers:
 
 
 def ranks_of(peers: Peers | None) -> Sequence[int]:
-    """Return the numbers in the job of those who take part: None is all of them, 0 alone on one process."""
+    """Return the participants' ranks in the job; None means all, and 0 alone on one process."""
     return range(ranks.get_world_size()) if peers is None else peers.ranks
 
 
 def group_of(peers: Peers | None) -> dist.ProcessGroup | None:
-    """Return their process group as torch takes it: None is the job's."""
+    """Return the process group as torch takes it: None is the job's."""
     return None if peers is None else peers.group
 
 
 def subset_of(peers: Peers | None) -> tuple[int, ...] | None:
-    """Return their numbers as waits on the store take them: None is all."""
+    """Return the ranks as waits on the store take them: None is all."""
     return None if peers is None else peers.ranks
 
 
@@ -163,7 +165,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Context:
-    """Where this process stands in the job, as `setup()` found it; prints as a block for the log.
+    """This process's place in the job, as `setup()` determined it; prints as a block for the log.
 
     Attributes:
         rank: This process's number in the job, from 0.
@@ -173,9 +175,9 @@ class Context:
         node_rank: This node's number in the job, from 0.
         num_nodes: Number of nodes in the job.
         device: This rank's device.
-        backend: Backend of the process group, as torch names it; None where there is no group.
+        backend: Backend of the process group, as torch names it; None without a group.
         launcher: How this process was started: the `kind` of its `Launch`.
-        master: Where the ranks met, as "host:port"; None on one process, or in a group of somebody else's.
+        master: Where the ranks met, as "host:port"; None on one process, or in an adopted group.
 
     Example:
         >>> from ddpkit import distributed
@@ -216,7 +218,7 @@ class Context:
 
 
 def context_of(launch: Launch, device: torch.device, backend: str | None = None, master: str | None = None) -> Context:
-    """Make the context of a launch; places that are not known are those of a job on one node."""
+    """Make the context of a launch; unknown places are those of a job on one node."""
     return Context(
         rank=launch.rank,
         world_size=launch.world_size,
@@ -233,27 +235,27 @@ def context_of(launch: Launch, device: torch.device, backend: str | None = None,
 
 @dataclass
 class Job:
-    """A job: what `setup()` makes and `teardown()` ends.
+    """A job, from `setup()` to `teardown()`.
 
     Attributes:
-        launch: How this process was started; with all places filled in once the ranks have met.
+        launch: How this process was started; complete once the ranks have met.
         asked: The arguments of `setup()`.
-        context: Where this process stands in it.
-        group: Returns the process group that it belongs to, as long as that lives; one process has none.
-        session: Where its ranks meet; one process has none.
-        watch: The `WatchThread` by which it hears of failures, of a room that is loaded only where it is asked for.
-        control: The device on which small control messages travel.
-        owns_group: Whether `setup()` made the group.
+        context: This process's place in it.
+        group: Returns its process group, as long as that exists; None on one process.
+        session: Where its ranks meet; None on one process.
+        watch: The `WatchThread` that reports failures; imported only if requested.
+        control: The device of small control messages.
+        owns_group: Whether `setup()` created the group.
         hosts_store: Whether this process hosts the store.
         first_hook: The exception hook from before `setup()`.
-        former_hook: That which torch has put in its place, as it made the group.
+        former_hook: The hook that torch installed when it created the group.
         former_error: Identity of the exception that had ended something in this interpreter before.
-        finalizer: Runs where a child of multiprocessing ends.
-        data_parallel: The ranks among which the samples are shared out, this one among them; None for all.
+        finalizer: Runs at the end of a multiprocessing child.
+        data_parallel: The data-parallel ranks, this one included; None for all.
         caller: The thread that calls its collectives, from the first one on.
-        refused: Whether another thread has called one, so that this rank has failed.
-        threads: Of CPU operators: their number before `setup()`, and the one that it has set; None if it has set none.
-        unfinished: By whom it was begun, what all ranks have to wait for before they leave in good order.
+        refused: Whether another thread called one, so that this rank has failed.
+        threads: CPU operator threads before `setup()`, and as set by it; None if it set none.
+        unfinished: What all ranks must wait for before they leave normally, by its owner.
     """
 
     launch: Launch
@@ -276,14 +278,14 @@ class Job:
     unfinished: dict[object, Callable[[], None]] = field(default_factory=dict)
 
     def is_current(self) -> bool:
-        """Return whether the group that it belongs to is the one that exists; one process needs none."""
+        """Return whether its group is the current one; always true on one process."""
         group = current_group()
         if group is None:
             return self.session is None
         return self.group() is group
 
     def set_threads(self, sharers: int, cores: int) -> None:
-        """Divide the cores among the ranks that share them, unless the user or the launcher has decided."""
+        """Divide the cores among the ranks that share them, unless the user or the launcher has set the threads."""
         asked = self.asked.num_threads
         if asked is None:
             if sharers == 1 or os.environ.get("OMP_NUM_THREADS") or os.environ.get("MKL_NUM_THREADS"):
@@ -294,14 +296,14 @@ class Job:
         torch.set_num_threads(asked)
 
     def undo_changes(self) -> None:
-        """Give back what this job has changed in torch, unless the script has changed it, too."""
+        """Restore what this job changed in torch, unless the script changed it again."""
         if self.session is not None and not self.session.is_own:  # a forked child has no threads to divide
             return
         if self.threads is not None and torch.get_num_threads() == self.threads[1]:
             torch.set_num_threads(self.threads[0])
 
     def own_session(self) -> Session | None:
-        """Return its session, None on one process and in a child that was forked from a rank."""
+        """Return its session; None on one process and in a child forked from a rank."""
         if self.session is None or not self.session.is_own:
             return None
         return self.session

@@ -45,18 +45,18 @@ _CHOICE = {"error": str, "device": str, "shared": bool, "backend": str | None, "
 
 
 def offer_store(launch: Launch, store: dist.Store, address: str, port: int) -> None:
-    """Let `setup()` join in a store that was opened before."""
+    """Let `setup()` join through a store that was opened before."""
     opened = OpenStore(store, address, port, _host_of(launch))
     current_job.open_stores[launch.master_addr, launch.master_port] = opened
 
 
 def _host_of(launch: Launch) -> int | None:
-    """Return the rank that hosts the store, None if the process does that which started the ranks."""
+    """Return the rank that hosts the store; None if the process that started the ranks does."""
     return None if store_outlives_ranks(launch) else 0
 
 
 def hosted_store(master: str | None) -> dist.Store | None:
-    """Return the store that this process hosts at this "host:port", None if it does not."""
+    """Return the store that this process hosts at this "host:port"; None if there is none."""
     return next(
         (opened.store for opened in current_job.open_stores.values() if f"{opened.address}:{opened.port}" == master),
         None,
@@ -64,12 +64,12 @@ def hosted_store(master: str | None) -> dist.Store | None:
 
 
 def assemble(job: Job, opened: OpenStore | None = None, lost: Callable[[], str] | None = None) -> None:
-    """Join the job, filling in `job` step by step, so that what there is can be ended if a step fails.
+    """Join the job, filling in `job` step by step, so that a failed step can end what exists.
 
     Args:
         job: The job.
-        opened: Its store, if there is one already.
-        lost: Returns what became of a process without which this one cannot join, by default torchrun's agent.
+        opened: Its store, if it is already open.
+        lost: Returns the fate of a process that this one needs in order to join; by default torchrun's agent.
     """
     asked = job.asked
     launch = job.launch
@@ -99,7 +99,7 @@ def assemble(job: Job, opened: OpenStore | None = None, lost: Callable[[], str] 
 
 def _backend_of_group() -> str:
     name = dist.get_backend()
-    if name == "undefined":  # init_process_group() was not told one
+    if name == "undefined":  # init_process_group() was called without one
         return dist.get_backend_config()
     return name
 
@@ -123,18 +123,18 @@ def _open_store(launch: Launch, timeout: timedelta, orphaned: Callable[[], str],
             opened = OpenStore(store, address, port, host)
     except PortTaken as error:
         if not is_child_of_rank(error.address, error.port, launch.world_size):
-            if tries_again and probe(error.address, error.port) is False:  # who was there may have just left
+            if tries_again and probe(error.address, error.port) is False:  # its user may have just left
                 return _open_store(launch, timeout, orphaned, tries_again=False)
             refuse_job(error.address, error.port, str(error))  # the other rank 0 and its peers, if they hold the port
             raise LaunchError(str(error)) from None
-        opened = OpenStore(dist.HashStore(), error.address, error.port)  # a job of its own, of one rank
-    if is_host or address is None:  # others connect anew: by then, another host may be at this address
+        opened = OpenStore(dist.HashStore(), error.address, error.port)  # a separate job of one rank
+    if is_host or address is None:  # others connect again: by then another host may have this address
         current_job.open_stores[address, port] = opened
     return opened
 
 
 def _join(job: Job, opened: OpenStore, orphaned: Callable[[], str]) -> tuple[Session, Members, socket.socket | None]:
-    """Learn who the members are; return them and, on rank 0, the socket on which its watch listens."""
+    """Find the members; return them and, on rank 0, the socket where its watch listens."""
     launch = job.launch
     timeout = job.asked.timeout
     listener = None
@@ -160,7 +160,7 @@ def _join(job: Job, opened: OpenStore, orphaned: Callable[[], str]) -> tuple[Ses
 
 
 def _listen_for_watches(launch: Launch, opened: OpenStore) -> tuple[socket.socket, tuple[str, int]]:
-    """Open the socket on which the watch of rank 0 listens, where only those who must can reach it."""
+    """Open the socket where rank 0's watch listens, reachable only for those who need it."""
     address, port = opened.address, opened.port
     if address is None:
         address, port = _address_of(opened.store)
@@ -178,7 +178,7 @@ def _start_watch(
 
 
 def _address_of(store: dist.Store) -> tuple[str | None, int | None]:
-    """Return where a store is, as far as it tells."""
+    """Return a store's address, if it has one."""
     server = without_prefixes(store)
     if isinstance(server, dist.TCPStore):
         return server.host, server.port
@@ -186,7 +186,7 @@ def _address_of(store: dist.Store) -> tuple[str | None, int | None]:
 
 
 def connections_to(store: dist.Store) -> set[int]:
-    """Return this process's sockets that are connected to a store, as inode numbers."""
+    """Return this process's sockets connected to a store, as inode numbers."""
     _, port = _address_of(store)
     return set() if port is None else sockets_to(port)
 
@@ -202,7 +202,7 @@ def _make_group(job: Job, session: Session, device: torch.device, backend: str) 
     options["timeout"] = job.asked.timeout
     if device.index is not None and re.search("nccl|xccl", backend):
         options["device_id"] = device
-    job.owns_group = True  # first, for it may be there when a peer's failure is raised
+    job.owns_group = True  # first: a peer's failure may be raised when the group already exists
     try:
         with _gloo_on_loopback(launch.num_nodes == 1):
             dist.init_process_group(backend, store=dist.PrefixStore("group", session.store), **options)
@@ -210,14 +210,14 @@ def _make_group(job: Job, session: Session, device: torch.device, backend: str) 
         job.group = reference(current_group())
     if backend == "gloo":
         session.follow_connections(current_group())
-    session.meet(session.count("group made"))  # who left now would break connections that others still make
+    session.meet(session.count("group made"))  # leaving now would break connections that others still make
 
 
 @contextmanager
 def _gloo_on_loopback(one_node: bool) -> Iterator[None]:
-    """Let gloo take the loopback interface; by itself it takes that of the host's name, which may be dead.
+    """Make gloo use the loopback interface; by default it uses that of the host's name, which may be down.
 
-    Where the user names one, that stands, also if another thread does so meanwhile.
+    A user's choice stays, even if another thread makes it meanwhile.
     """
     variable = "GLOO_SOCKET_IFNAME"
     former = os.environ.get(variable)
@@ -231,7 +231,7 @@ def _gloo_on_loopback(one_node: bool) -> Iterator[None]:
     finally:
         if os.environ.get(variable) == loopbacks[0]:
             del os.environ[variable]
-            if former is not None:  # but empty
+            if former is not None:  # set, but empty
                 os.environ[variable] = former
 
 
@@ -261,21 +261,21 @@ def choose_together(
 
 
 def _check_choices(choices: list[dict[str, Any]]) -> None:
-    """Raise if what the ranks have chosen does not fit together."""
+    """Raise if the ranks' choices do not fit together."""
     errors = [f"rank {rank}: {choice['error']}" for rank, choice in enumerate(choices) if choice["error"]]
     if errors:
         raise LaunchError("; ".join(errors))
-    for key, name in (("kind", "kinds of device"), ("backend", "backends")):
+    for key, name in (("kind", "device types"), ("backend", "backends")):
         values = [choice[key] for choice in choices]
         if len(set(values)) > 1:
             found = ", ".join(f"rank {rank} {value}" for rank, value in enumerate(values))
             raise LaunchError(
-                f"The ranks use different {name}: {found}. Name one for all: setup(device=..., backend=...)."
+                f"The ranks use different {name}: {found}. Set one for all: setup(device=..., backend=...)."
             )
 
 
 def _check_sharing(session: Session, choices: list[dict[str, Any]]) -> bool:
-    """Return whether ranks share an accelerator; raise if one of them did not ask for it."""
+    """Return whether ranks share an accelerator; raise if one of them did not request it."""
     holders: dict[tuple[object, str], list[int]] = {}
     for rank, choice in enumerate(choices):
         if choice["device"]:
@@ -286,6 +286,6 @@ def _check_sharing(session: Session, choices: list[dict[str, Any]]) -> bool:
             host, kind = session.hosts[ranks[0]], choices[ranks[0]]["kind"]
             raise LaunchError(
                 f"Ranks {ranks} on {host} see the same accelerator: {len(ranks)} ranks, 1 {kind} device. Start "
-                f'one rank for each device, or share it on purpose: setup(device="{kind}:0").'
+                f'one rank per device, or share it explicitly: setup(device="{kind}:0").'
             )
     return bool(crowds)

@@ -1,4 +1,4 @@
-"""Leave a job: tell the other ranks and torchrun how this one ends, and destroy the process group."""
+"""Leave a job: report the outcome to the other ranks and torchrun, and destroy the process group."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .job import Job
 if TYPE_CHECKING:
     from ..join.session import Session
 
-_REPORT_LENGTH = 100_000  # characters of a message in torchrun's report: a peer's holds its traceback
+_REPORT_LENGTH = 100_000  # characters of a message in torchrun's report, including a peer's traceback
 
 
 def publish(error: BaseException, session: Session, watch: Any) -> None:
-    """Tell the other ranks that this one is failing, or which peer it fails for, unless they know."""
+    """Tell the other ranks that this one is failing, or for which peer it fails, unless they know."""
     if session.failures.known is None:
         failure = session.failure_of(error)
         if watch:
@@ -34,25 +34,25 @@ def publish(error: BaseException, session: Session, watch: Any) -> None:
 
 
 def ended_well(error: BaseException) -> bool:
-    """Say whether this is an exit that Python does not count as a failure: without a code, or with 0."""
+    """Return whether Python counts this exit as a success: without a code, or with 0."""
     if not isinstance(error, SystemExit):
         return False
     return error.code is None or (isinstance(error.code, int) and error.code == 0)
 
 
 def last_error() -> BaseException | None:
-    """Return the exception that nobody caught, which the interpreter keeps before it ends; None if there is none."""
+    """Return the uncaught exception that the interpreter keeps before it exits; None if there is none."""
     error: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     return error
 
 
 def fill_error_file(error: BaseException) -> None:
-    """Let torchrun show this error, as its `@record` decorator would."""
+    """Make torchrun show this error, as its `@record` decorator would."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
     seconds = int(time.time())
-    if isinstance(error, PeerError):  # torchrun calls the earliest one the root cause
+    if isinstance(error, PeerError):  # torchrun calls the earliest error the root cause
         seconds += 1
     message = {
         "message": describe_error(error, _REPORT_LENGTH),
@@ -63,15 +63,15 @@ def fill_error_file(error: BaseException) -> None:
 
 
 def destroy_group(job: Job, session: Session) -> None:
-    """Destroy the process group, if `setup()` made it and it is still there."""
+    """Destroy the process group, if `setup()` created it and it still exists."""
     if not job.owns_group or not dist.is_initialized() or not job.is_current():
         return
     failed = session.failures.known is not None
     if failed and "nccl" in str(job.context.backend):
-        abort_group()  # destroying would wait for operations that cannot end
+        abort_group()  # destroying it would wait for operations that cannot end
     else:
-        # gloo's thread needs the GIL to drop the last tensor, but torch 2.6 keeps it to destroy the group here, and
-        # later versions where a DDP model ends that held the group
+        # gloo's thread needs the GIL to drop the last tensor, but torch 2.6 holds it while it destroys the group here,
+        # and later versions while a DDP model that holds the group ends
         time.sleep(0.1 if torch.__version__ < "2.13" else 0.02)
         dist.destroy_process_group()
-    session.cut_connections()  # a DDP model holds the group until the process has ended
+    session.cut_connections()  # a DDP model holds the group until the process exits

@@ -1,4 +1,4 @@
-"""Starting and ending the job in this process: here begins and ends all that `ddpkit` does in a process."""
+"""Start and end the job in this process: `setup()`, `teardown()` and `distributed()`."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from .leaving import destroy_group, ended_well, fill_error_file, last_error, pub
 
 log = logging.getLogger(__name__)
 
-_hooks_left: tuple[Any, Any] | None = None  # torch's exception hook, which has stayed, and the one from before
-_apart = ""  # whose block this process is in, in which it exchanges nothing with other ranks
-_children_keep_groups = False  # whether forked children are told to, which cannot be taken back
-_callers = threading.Lock()  # held where the thread that calls a job's collectives is chosen
+_hooks_left: tuple[Any, Any] | None = None  # torch's exception hook, still installed, and the one before it
+_apart = ""  # the caller of the current block without communication, if any
+_children_keep_groups = False  # whether the fork hook is registered, which cannot be undone
+_callers = threading.Lock()  # held while the thread that calls a job's collectives is chosen
 _OLDEST_TORCH = (2, 6)  # the first with torch.accelerator; also in pyproject.toml
-_FORKED = "This process was forked from a rank and is none itself; start ranks with a launcher or ddpkit.spawn()."
+_FORKED = "This process was forked from a rank and is not one itself; start ranks with a launcher or ddpkit.spawn()."
 
 
 def setup(
@@ -52,33 +52,33 @@ def setup(
     watch: bool = True,
     launch: Launch | None = None,
 ) -> Context:
-    """Join the job that the environment describes, bind this rank's device and make the process group. Collective.
+    """Join the job in the environment, bind this rank's device and create the process group. Collective.
 
-    On one process it only chooses the device. A second call returns what the first made; a group that somebody else
-    made is adopted, and left alone by `teardown()`.
+    On one process it only chooses the device. A second call returns the same result. If a process group already exists,
+    `setup` adopts it, and `teardown()` leaves it alone.
 
     Args:
-        backend: Backend of the process group, as torch names it; by default what suits the device: "gloo" on CPUs, for
+        backend: Backend of the process group, as torch names it; by default chosen for the device: "gloo" on CPUs, for
             example "cpu:gloo,cuda:nccl" on GPUs.
         device: This rank's device. By default the accelerator whose index is the local rank, the only visible one, or
-            the CPU where there is none. Ranks may share an accelerator only if they name it here. A function is called
-            with the local rank, which on some platforms is known only when the ranks have met. The default device of
-            torch (`torch.set_default_device`) does not tell ranks apart: it is neither asked nor changed.
-        timeout: Bound on joining, on each later wait, and the group's time-out for collectives.
+            the CPU if there is none. Ranks may share an accelerator only if it is passed here. A function is called
+            with the local rank, which some platforms reveal only after the ranks have met. torch's default device
+            (`torch.set_default_device`) is neither used nor changed.
+        timeout: Longest wait for joining and for each later wait, and the group's time-out for collectives.
         num_threads: Threads of each rank's CPU operators. By default the launcher's choice (`OMP_NUM_THREADS`), else
-            the cores that this rank may use divided among the ranks that share them.
-        watch: Whether a thread learns of failures on other ranks while this one computes or sits in a collective.
-        launch: This process's place in the job, where the environment does not tell it: `Launch("platform", rank,
+            the cores available to this rank divided among the ranks that share them.
+        watch: Whether a thread reports failures on other ranks while this one computes or waits in a collective.
+        launch: This process's place in the job, if the environment does not define it: `Launch("platform", rank,
             world_size, master_addr=..., master_port=...)`.
 
     Returns:
-        Where this process stands.
+        This process's place in the job.
 
     Raises:
-        LaunchError: If the environment's hints are incomplete or contradictory, the launch is nested, or the ranks do
-            not fit together: on every rank that can be reached.
-        TypeError: If an argument is of another type than it should be.
-        ValueError: If an argument cannot be used.
+        LaunchError: If the environment is incomplete or contradictory, the launch is nested, or the ranks do not fit
+            together; on every rank that can be reached.
+        TypeError: If an argument is of a wrong type.
+        ValueError: If an argument is invalid.
 
     Example:
         >>> context = setup()
@@ -107,7 +107,7 @@ def setup(
 
 
 def leave_to_rejoin() -> None:
-    """Leave a job that has lost ranks, without waiting for others: the caller keeps its store open for them."""
+    """Leave a job that lost ranks, without waiting for others: the caller keeps its store open for them."""
     _leave(lingers=False)
 
 
@@ -119,25 +119,25 @@ def rejoin(
     store_host: int,
     lost: Callable[[], str],
 ) -> Context:
-    """Join the job of those who go on where others were lost. Collective among these.
+    """Join the job of the remaining ranks after a loss. Collective among these.
 
     Args:
-        asked: The arguments of the `setup()` before.
+        asked: The arguments of the earlier `setup()`.
         store: Where they meet.
-        rank: This process's number among them.
+        rank: This process's new rank.
         world_size: Their number.
-        store_host: The one of them that hosts the store.
-        lost: Returns which of them has ended while they join, "" if none has.
+        store_host: The rank that hosts the store.
+        lost: Returns which of them has ended during the join, "" if none has.
     """
     launch = Launch("platform", rank, world_size)
     return _begin(replace(asked, launch=launch), OpenStore(store, host=store_host), lost).context
 
 
 def _check_place(said: Launch | None, found: Launch) -> None:
-    """Refuse a place that is not the one of the job which has been joined, or of the group that there is."""
+    """Raise for a place that is not that of the joined job, or of the existing group."""
     if said is not None and (said.rank, said.world_size) != (found.rank, found.world_size):
         raise ValueError(
-            f"This process is rank {found.rank} of {found.world_size} already, but setup() was told rank {said.rank} "
+            f"This process is rank {found.rank} of {found.world_size} already, but setup() was passed rank {said.rank} "
             f"of {said.world_size}."
         )
 
@@ -148,12 +148,12 @@ def _refuse_forked(job: Job) -> None:
 
 
 def _begin(asked: Options, opened: OpenStore | None = None, lost: Callable[[], str] | None = None) -> Job:
-    """Join the job that there is now, and leave the one before it, whose group has gone.
+    """Join the current job, and leave the one before it, whose group no longer exists.
 
     Args:
         asked: The arguments of `setup()`.
-        opened: The store of the job, if there is one already.
-        lost: Returns what became of a process without which this one cannot join, "" while all live.
+        opened: The store of the job, if it is already open.
+        lost: Returns the fate of a process that this one needs in order to join, "" while all live.
     """
     _leave()
     _remove_hook_left()
@@ -172,7 +172,7 @@ def _begin(asked: Options, opened: OpenStore | None = None, lost: Callable[[], s
         else:
             _let_children_keep_groups()
             joining = import_module(".joining", __package__)
-            if asked.watch:  # before the ranks meet: what they need later must be there
+            if asked.watch:  # imported before the ranks meet, because they need it then
                 import_module("ddpkit.watch.starting")
             joining.assemble(job, opened, lost)
             _install_hooks(job)
@@ -188,7 +188,7 @@ def _begin(asked: Options, opened: OpenStore | None = None, lost: Callable[[], s
                 raise cause from error
             raise
         finally:
-            del cause  # or it, its traceback and this frame keep each other, and the store
+            del cause  # breaks a reference cycle of it, its traceback and this frame, which would keep the store
     current_job.job = job
     ranks.set_launch(job.launch)
     for hook in current_job.on_join:
@@ -199,7 +199,7 @@ def _begin(asked: Options, opened: OpenStore | None = None, lost: Callable[[], s
 
 
 def check_torch(version: str = torch.__version__) -> None:
-    """Raise if torch is too old: vendors' builds of it are often installed past pip's own check."""
+    """Raise if torch is too old: vendors' builds often bypass pip's own check."""
     release = [int(number) for number in re.findall("[0-9]+", version)[:2]]
     if tuple(release) < _OLDEST_TORCH:
         oldest = ".".join(map(str, _OLDEST_TORCH))
@@ -207,7 +207,7 @@ def check_torch(version: str = torch.__version__) -> None:
 
 
 def checked_launch(asked: Options) -> Launch:
-    """Return the launch that the caller or the environment describes; if it is refused, tell peers that may wait."""
+    """Return the launch of the caller or the environment; if it is invalid, tell peers that may wait."""
     launch, warning = asked.launch, ""
     try:
         check_torch()
@@ -222,10 +222,10 @@ def checked_launch(asked: Options) -> Launch:
 
 
 def _let_children_keep_groups() -> None:
-    """Keep forked children, such as a loader's workers, from destroying the process groups of this process.
+    """Prevent forked children, such as a loader's workers, from destroying the process groups of this process.
 
-    A group that is destroyed waits for gloo's threads, which no child has: one that is garbage, in a reference cycle,
-    and one that lives until a child ends by `sys.exit`.
+    Destroying a group waits for gloo's threads, which a child does not have. It happens when a group in a reference
+    cycle is collected, and when a child ends by `sys.exit`.
     """
     global _children_keep_groups
     if not _children_keep_groups:
@@ -236,11 +236,11 @@ def _let_children_keep_groups() -> None:
 def _keep_groups() -> None:
     gc.freeze()
     for group in groups():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # a reference that nobody gives back
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # never released
 
 
 def _install_hooks(job: Job) -> None:
-    """See to it that the other ranks hear how this process ends."""
+    """Register the hooks that tell the other ranks how this process exits."""
     job.former_hook = sys.excepthook
     sys.excepthook = _excepthook
     job.former_error = id(last_error())
@@ -249,16 +249,16 @@ def _install_hooks(job: Job) -> None:
 
 
 def teardown() -> None:
-    """Leave the job and destroy the group that `setup()` made; harmless when there is none. Runs at exit by itself.
+    """Leave the job and destroy the group that `setup()` created; does nothing without one. Runs at exit by itself.
 
-    It waits for no other rank, but the one that hosts the store stays for at most 2 s while others are still leaving.
+    It waits for no other rank, except that the rank that hosts the store waits up to 2 s for ranks that are leaving.
     After a failure, or if the store does not answer, it may take a few seconds.
 
-    Where it is called in an `except` or `finally` block, all ranks hear of the exception at once, as where one leaves
-    the block of `distributed()`. A `KeyboardInterrupt` and an exit with code 0 are no failures.
+    In an `except` or `finally` block it reports the exception to all ranks at once, like an exception that leaves the
+    block of `distributed()`. A `KeyboardInterrupt` and an exit with code 0 are not failures.
 
     Raises:
-        PeerError: When it has left, if a collective was refused in a second thread, which is all that this has ended.
+        PeerError: After leaving, if a collective was refused in a second thread, and the error ended only that thread.
 
     Example:
         >>> context = setup()
@@ -274,7 +274,7 @@ def teardown() -> None:
 
 
 def _raise_if_refused(job: Job | None) -> None:
-    """Raise in the main thread what another thread was refused with, which has ended only that."""
+    """Raise in the main thread the error that ended only another thread."""
     if job is not None and job.session is not None and job.refused:
         job.session.failures.raise_if_known()
 
@@ -283,14 +283,14 @@ def _leave(at_exit: bool = False, lingers: bool = True) -> None:
     """Leave the job.
 
     Args:
-        at_exit: Whether the process is ending. Its exit code then tells whether this rank has failed.
-        lingers: Whether the host of the store waits for those who still need it.
+        at_exit: Whether the process is exiting; its exit code then tells whether this rank failed.
+        lingers: Whether the store's host waits for ranks that still need it.
     """
     job = current_job.job
     try:
         if job is not None:
             _leave_job(job, at_exit, lingers)
-    finally:  # not before: until then a thread that calls a collective is refused, or it would join the group again
+    finally:  # only now: before, a thread that calls a collective is refused; otherwise it would join the group again
         current_job.job = None
         ranks.set_launch(None)
 
@@ -314,14 +314,14 @@ def _leave_job(job: Job, at_exit: bool, lingers: bool) -> None:
             current_job.open_stores.clear()
     if job.watch:
         job.watch.close(tells_code=at_exit and not failed)
-    destroy_group(job, session)  # before lingering: it frees ranks stuck with us
+    destroy_group(job, session)  # before lingering: it frees ranks that wait for this one
     session.leave(lingers and job.hosts_store)
     if job.watch and at_exit:
         job.watch.hand_over()
 
 
 def _put_hook_back(job: Job) -> None:
-    """Put the exception hook of the script back; torch's, which names the rank, where the process may end now."""
+    """Restore the script's exception hook; torch's, which names the rank, if the process may exit now."""
     global _hooks_left
     if sys.excepthook is not _excepthook:
         return
@@ -337,13 +337,13 @@ def _at_exit() -> None:
     if job is None or job.own_session() is None:
         return
     error = last_error()
-    if error is not None and id(error) != job.former_error:  # nobody has caught it, and another hook has shown it
+    if error is not None and id(error) != job.former_error:  # uncaught, and shown by another hook
         report(error)
     _leave(at_exit=True)
 
 
 def _remove_hook_left() -> None:
-    """Put the script's exception hook back where torch's has stayed, for this process goes on."""
+    """Restore the script's exception hook if torch's is still installed, because this process continues."""
     global _hooks_left
     if _hooks_left is not None and sys.excepthook is _hooks_left[0]:
         sys.excepthook = _hooks_left[1]
@@ -351,7 +351,7 @@ def _remove_hook_left() -> None:
 
 
 def _at_child_exit() -> None:
-    """Leave when a child of multiprocessing ends, where the interpreter's own hooks do not run."""
+    """Leave at the end of a multiprocessing child, where the interpreter's own hooks do not run."""
     error = sys.exc_info()[1]
     if error:
         report(error)
@@ -368,12 +368,11 @@ def distributed(
     watch: bool = True,
     launch: Launch | None = None,
 ) -> Iterator[Context]:
-    """Call `setup()` and `teardown()` around a block; takes the arguments of `setup()`. Collective.
+    """Run a block between `setup()` and `teardown()`; takes the arguments of `setup()`. Collective.
 
-    When the block ends, so do the checkpoints that `save(wait=False)` has begun, and what went wrong with one is raised
-    on every rank. When the block raises, the other ranks are told first, torchrun's error file is filled, and nothing
-    waits for the group. When it raises because a peer failed, a `PeerError` that names the peer takes the place of the
-    connection error.
+    The end of the block waits for checkpoints of `save(wait=False)`, and raises their errors on every rank. If the
+    block raises, it first tells the other ranks, fills torchrun's error file, and does not wait for the group. If it
+    raises because a peer failed, a `PeerError` that names the peer replaces the connection error.
 
     Example:
         >>> with distributed() as context:
@@ -396,7 +395,7 @@ def distributed(
             current_job.finish()
             _raise_if_refused(current_job.job)
     except BaseException as error:
-        cause = report(error) if outermost else error  # else the block around it may handle it
+        cause = report(error) if outermost else error  # else the outer block may handle it
         if cause is not error:
             raise cause.with_traceback(error.__traceback__) from error
         raise
@@ -406,15 +405,15 @@ def distributed(
 
 
 def joined() -> bool:
-    """Return whether there are peers to talk to. Adopts a group that somebody else made before. Collective then.
+    """Return whether there are peers. Adopts an existing process group. Collective then.
 
     Raises:
-        DdpkitError: In a block in which ranks stay apart; in a second thread.
-        NotSetUpError: If several processes were launched but not set up, or their group has been destroyed or replaced.
+        DdpkitError: In a block without communication; in a second thread.
+        NotSetUpError: If several processes were launched but not set up, or their group was destroyed or replaced.
     """
     if _apart:
         raise DdpkitError(
-            f"In a block of {_apart} no values can be exchanged with other ranks, for one that raises there would "
+            f"No values can be exchanged with other ranks inside a block of {_apart}: a rank that raises there would "
             "keep the others waiting. Call it before or after the block."
         )
     job = current_job.job
@@ -432,10 +431,10 @@ def joined() -> bool:
 
 
 def _check_thread(job: Job, thread: threading.Thread) -> None:
-    """Refuse a second thread, for which the collectives of ranks meet in any order; see to it that all ranks fail.
+    """Raise in a second thread, whose collectives would meet in arbitrary order; make all ranks fail.
 
-    A thread may go on where the one before it has ended. A backward runs hooks in threads of its own, which Python has
-    not started, and waits for them.
+    A thread may continue after the previous one has ended. A backward runs hooks in the engine's own threads, which
+    Python did not start, and waits for them.
     """
     session = current_job.current_session()
     if job.refused:
@@ -448,8 +447,8 @@ def _check_thread(job: Job, thread: threading.Thread) -> None:
     if in_autograd_thread():
         return
     error = DdpkitError(
-        f"Thread {thread.name!r} calls a collective, but thread {first.name!r} calls those of this job, and ranks "
-        "could not tell which of them meet. Call all of them in one thread, wrap_model() and the first one included."
+        f"Thread {thread.name!r} calls a collective, but thread {first.name!r} calls those of this job; with two, "
+        "collectives would meet in arbitrary order. Call all in one thread, including wrap_model() and the first one."
     )
     failure = session.failure_of(error)
     current_job.interrupt(failure)
@@ -461,7 +460,7 @@ def _check_thread(job: Job, thread: threading.Thread) -> None:
 
 @contextmanager
 def apart(call: str) -> Iterator[None]:
-    """Refuse ddpkit's own exchanges in a block in which one rank may raise alone; refuse one block in another, too."""
+    """Forbid ddpkit's communication in a block in which one rank may raise alone; blocks cannot be nested."""
     global _apart
     joined()
     _apart = call
@@ -472,20 +471,20 @@ def apart(call: str) -> Iterator[None]:
 
 
 def _join_group() -> Job | None:
-    """Join a group that somebody else made before there was a job; return None on one process without a group."""
+    """Adopt a group that existed before any job; return None on one process without a group."""
     former = current_job.job
     if former is not None:
         size = former.context.world_size
         raise NotSetUpError(
-            f"The process group of this job, of {size} ranks, has been destroyed, or another has taken its place. Call "
-            "ddpkit.teardown() where the job ends, instead of dist.destroy_process_group(); to go on, call "
-            "ddpkit.setup() again, on every rank that has the new group, or on all."
+            f"The process group of this job, of {size} ranks, was destroyed or replaced. Call ddpkit.teardown() at the "
+            "end of the job, instead of dist.destroy_process_group(); to continue, call ddpkit.setup() again, on every "
+            "rank of the new group, or on all."
         )
     if dist.is_initialized():
         job = _begin(Options(watch=False))
         if ranks.is_main_process():
-            advice = "call ddpkit.setup() on every rank, and a rank that fails is named at once on the others"
-            log.info("adopted a process group that was there before, without a watch: %s", advice)
+            advice = "call ddpkit.setup() on every rank, and failures are reported to the other ranks at once"
+            log.info("adopted an existing process group, without a watch: %s", advice)
         return job
     world_size = ranks.get_world_size()
     if world_size > 1:
@@ -504,10 +503,10 @@ def exchange(text: str, subset: tuple[int, ...] | None = None) -> list[str]:
 
 
 def report(error: BaseException) -> BaseException:
-    """Tell the peers that this rank is failing; return the error to show, which is a peer's if that was the cause."""
+    """Tell the peers that this rank is failing; return the error to show, a peer's if that was the cause."""
     try:
         return _report(error)
-    except DdpkitError as heard:  # raised meanwhile by the watch, which does so once
+    except DdpkitError as heard:  # raised meanwhile by the watch, which raises only once
         return _report(heard)
 
 
@@ -532,7 +531,7 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
 
 
 def _hook_that_shows(job: Job) -> Any:
-    """Return an exception hook that writes an error of ddpkit's with its cause first, unless the script has its own."""
+    """Return an exception hook that shows ddpkit's errors with their cause first, unless the script has its own."""
     former, prefix = job.former_hook, f"[rank{job.launch.rank}]: "
     if job.first_hook is not sys.__excepthook__ and job.first_hook.__module__ != dist.distributed_c10d.__name__:
         return former

@@ -1,4 +1,4 @@
-"""Tell the ranks that wait for this process why it does not join."""
+"""Tell waiting ranks why this process does not join."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ..join.store import connect_to_store, open_store, store_outlives_ranks, wai
 from ..launch.detection import detect_launch
 from ..launch.launch import Launch
 
-_READING = 5.0  # seconds, at most, in which the ranks read why rank 0 does not join
-_OPENING = 0.5  # seconds from when a store is opened until a job is in it
-_STRANGER, _RANK = 2.0, 20.0  # seconds in which the job must begin: rank 0 may still be starting
+_READING = 5.0  # most seconds in which the ranks read why rank 0 does not join
+_OPENING = 0.5  # seconds from the opening of a store until a job is in it
+_STRANGER, _RANK = 2.0, 20.0  # seconds in which the job must start: rank 0 may still be starting
 
 
 def tell_peers(error: Exception, launch: Launch | None) -> None:
@@ -26,7 +26,7 @@ def tell_peers(error: Exception, launch: Launch | None) -> None:
     with suppress(LaunchError):
         launch = launch or detect_launch(os.environ)
     reason = f"on {socket.gethostname()} could not join: {error}"
-    if launch is None:  # the hints contradict each other
+    if launch is None:  # the environment is contradictory
         address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
         if address and port.isdecimal():
             refuse_job(address, int(port), f"A process {reason}")
@@ -41,7 +41,7 @@ def tell_peers(error: Exception, launch: Launch | None) -> None:
 
 
 def _refuse_as_rank_0(launch: Launch, address: str, port: int, reason: str) -> None:
-    """Begin the start of the job for which the others wait, and give it up."""
+    """Start the job that the others wait for, and cancel it."""
     with suppress(OSError, RuntimeError):
         outlives = store_outlives_ranks(launch)
         store = open_store(address, port, not outlives, timedelta(seconds=_READING))
@@ -54,12 +54,12 @@ def _refuse_as_rank_0(launch: Launch, address: str, port: int, reason: str) -> N
 def refuse_job(address: str, port: int, reason: str, is_rank: bool = False) -> None:
     """Tell a job that this process does not belong to it, so that its ranks do not wait.
 
-    Not the job of a rank that started this process: it waits for nobody.
+    Not the job of a rank that started this process, which waits for nobody.
 
     Args:
-        address: Where the job's store is, or will be.
-        port: The same.
-        reason: What to tell.
+        address: Host of the job's store, now or later.
+        port: Its port.
+        reason: Message.
         is_rank: Whether this process is one of the job's ranks.
     """
     deadline = time.monotonic() + (_RANK if is_rank else _STRANGER)
@@ -73,18 +73,18 @@ def refuse_job(address: str, port: int, reason: str, is_rank: bool = False) -> N
 
 
 def is_child_of_rank(address: str, port: int, world_size: int) -> bool:
-    """Return whether a rank of the job there started this process, which is then a job of its own of one rank.
+    """Return whether a rank of the job there started this process, which is then a separate job of one rank.
 
     Raises:
         StartedByRank: If this process is to be one of several ranks.
-        JobContinues: If that job goes on without the rank that this process was started to be.
+        JobContinues: If that job continues without the rank that this process was started as.
     """
     try:
         store = _connect_anew(address, port, time.monotonic() + _STRANGER)
         generation = _generation_in(store, time.monotonic() + _OPENING)
         starter = generation.starter() if generation else None
         continued = generation.continued() if generation else None
-    except (OSError, RuntimeError):  # it is no store, or does not answer
+    except (OSError, RuntimeError):  # not a store, or no answer
         return False
     if continued is not None and not continued.is_out_of_date:
         raise continued

@@ -1,4 +1,4 @@
-"""Explain why a collective broke, from what the other ranks report."""
+"""Explain why a collective broke, from the other ranks' reports."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ if TYPE_CHECKING:
     from .session import Ranks, Session
 
 _TORCH_ERRORS = re.compile(  # torch raises plain RuntimeErrors, too
-    r"^\[.*gloo"  # gloo's begin with a source file in brackets, some of them
+    r"^\[.*gloo"  # some of gloo's begin with a source file in brackets
     r"|^Gloo |^Application timeout caused pair closure"
     r"|NCCL (error|communicator)|ncclRemoteError"
     r"|^\[.*ProcessGroup"
 )
 _BY_PEERS = re.compile("timed? ?out|connection|closed|reset|remote|abort|pipe", re.IGNORECASE)
-_ALL_NOTICE = timedelta(seconds=3)  # that a collective broke: its end closes their connections
+_ALL_NOTICE = timedelta(seconds=3)  # time for all ranks to notice a broken collective: its end closes connections
 _TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)
 
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
-_CHECK = os.path.join(PACKAGE, "collectives", "consistency.py")  # with which each collective of ddpkit's begins
-_OF_A_STORE = (dist.DistNetworkError, dist.DistStoreError)  # perhaps one of the script's own
-_NOT_OURS = (PeerError, BarrierTimeoutError, RankRejoins)  # errors by which other ranks end what this one does
+_CHECK = os.path.join(PACKAGE, "collectives", "consistency.py")  # each ddpkit collective begins with its check
+_OF_A_STORE = (dist.DistNetworkError, dist.DistStoreError)  # perhaps one of the script's own stores
+_NOT_OURS = (PeerError, BarrierTimeoutError, RankRejoins)  # errors with which other ranks end this one's work
 _BETWEEN_TWO = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
 
 
 def cause_of(error: BaseException, session: Session) -> DdpkitError | None:
-    """Explain why a collective broke, from what the other ranks report. Looks into exception groups.
+    """Explain why a collective broke, from the other ranks' reports. Searches exception groups.
 
     Returns:
-        The error to raise instead, which names the rank that failed, left or did not come, or the different collectives
-        that the ranks were in; None if that cannot be told.
+        The error to raise instead, which names the rank that failed, left or did not come, or the ranks' different
+        collectives; None if the cause is unknown.
     """
     for inner in getattr(error, "exceptions", ()):
         if isinstance(inner, PeerError):
-            return Failure.of(session.rank, inner).to_error()  # a new one, for the group becomes its cause
+            return Failure.of(session.rank, inner).to_error()  # a new one: the group becomes its cause
         cause = cause_of(inner, session)
         if cause:
             return cause
-    if error is session.failures.explained:  # by a block that it left on its way up
+    if error is session.failures.explained:  # by an inner block
         return None
     if not is_of_broken_collective(error):
         return None
@@ -61,31 +61,31 @@ def cause_of(error: BaseException, session: Session) -> DdpkitError | None:
     ranks = _participants(error, call, group)
     if session.rank not in ranks or session.failures.known or session.failures.compared:
         return session.find_cause()
-    session.failures.compared = True  # once: ranks that meet a second time may not mean the same collective
+    session.failures.compared = True  # once: a second time ranks may compare different collectives
     return _compare_places(error, f"{call} {place}", session, ranks)
 
 
 def lost_peer_of(error: BaseException, session: Session | None) -> DdpkitError | None:
-    """Return the error that names the peer whose loss has led to this one, None if that was not the cause.
+    """Return the error that names the peer whose loss caused this one; None if that was not the cause.
 
-    Or says that one comes back, for which all leave, too.
+    Or the error that a peer rejoins, for which all ranks leave, too.
     """
     if isinstance(error, _NOT_OURS):
         return error
     if session is None:
         return None
-    try:  # on another thread, for the store may belong to a process that is stopped
+    try:  # in another thread: the store's host may be stopped
         session.failures.raise_if_known()
         cause = call_with_timeout(lambda: cause_of(error, session), math.inf, session.failures.raise_if_known)
     except (PeerError, RankRejoins) as known:
         return known
     if cause is None and is_of_broken_collective(error):  # several ranks are silent, and none of them is named
-        return DdpkitError(f"a collective broke, and by which rank could not be told: {error}")
+        return DdpkitError(f"a collective broke, and the rank that caused it is unknown: {error}")
     return cause if isinstance(cause, _NOT_OURS) else None
 
 
 def is_of_broken_collective(error: BaseException) -> bool:
-    """Return whether torch raises such an error where a collective breaks."""
+    """Return whether this is an error of torch's for a broken collective."""
     if not isinstance(error, RuntimeError) or isinstance(error, DdpkitError):
         return False
     return isinstance(error, dist.DistError) or _TORCH_ERRORS.search(message_of(error)) is not None
@@ -95,7 +95,7 @@ def _compare_places(error: BaseException, place: str, session: Session, ranks: R
     """Meet the ranks whose collective broke, too, and compare where in the script that was. Collective.
 
     Returns:
-        The error to raise instead: one rank is absent, or the ranks were in different collectives. None if neither.
+        The error to raise instead: a rank is absent, or the ranks were in different collectives. None if neither.
     """
     everyone = len(ranks) == len(session.hosts)
     try:
@@ -103,7 +103,7 @@ def _compare_places(error: BaseException, place: str, session: Session, ranks: R
     except BarrierTimeoutError as late:
         ending = [*session.failures.exiting, *session.failures.left]
         is_ending = any(rank in ending for rank, _ in late.missing)  # its exit code tells why
-        if is_ending or session.failures.known or late.elsewhere:  # those wait for others, who may be the cause
+        if is_ending or session.failures.known or late.elsewhere:  # those wait for others, which may be the cause
             return session.find_cause()
         return _absent(error, late, session.rank)
     except DdpkitError as cause:
@@ -117,14 +117,14 @@ def _compare_places(error: BaseException, place: str, session: Session, ranks: R
 
 
 def _participants(error: BaseException, call: str, group: Any) -> Ranks:
-    """Return the ranks that must have been in what broke; none if one that does not come now may be innocent."""
+    """Return the ranks that took part in what broke; none if a rank that does not come now may be innocent."""
     if isinstance(error, _OF_A_STORE) or not _BY_PEERS.search(message_of(error)):
         return ()
     if call in _BETWEEN_TWO or not dist.is_initialized():
         return ()
-    if group is None and other_groups_were_made():  # whose it was is not known
+    if group is None and other_groups_were_made():  # the group is unknown
         return ()
-    with suppress(KeyError, ValueError, RuntimeError, AttributeError):  # it is none, or has been destroyed
+    with suppress(KeyError, ValueError, RuntimeError, AttributeError):  # not a group, or a destroyed one
         return tuple(dist.get_process_group_ranks(group or current_group()))
     return ()
 
@@ -134,22 +134,23 @@ def _absent(error: BaseException, late: BarrierTimeoutError, me: int) -> PeerErr
     if more or rank == me:  # one of them may have kept the others waiting; or another collective broke before
         return None
     here = ", ".join(f"{rank}" for rank, _ in late.arrived)
-    words = f"it did not come to where rank {here} gave up a collective ({error}). Is it stopped, stuck or elsewhere?"
+    words = (
+        f"it did not come to where rank {here} left a broken collective ({error}). Is it stopped, stuck or elsewhere?"
+    )
     return PeerError(rank, host, "silent", words)
 
 
 def _called(error: BaseException) -> tuple[str, str, Any]:
-    """Find what an error comes from.
+    """Find the origin of an error.
 
     Returns:
-        The call, "?" if it is none that is known, the line of the script before it, and its process group, None if
-        that cannot be told.
+        The call, "?" if unknown, the script's line before it, and its process group, None if unknown.
     """
     script, called = last_call(error.__traceback__)
     place = f"at {os.path.basename(script.filename)}:{script.lineno}: {script.line}" if script else ""
     call = "?"
     for frame in called:
-        if frame.filename == _CHECK:  # in which ranks are in different functions of torch's
+        if frame.filename == _CHECK:  # inside it ranks are in different torch functions
             call = "ddpkit's " + next(each.name for each in called if each.filename.startswith(PACKAGE))
             break
         if frame.filename.endswith(_COLLECTIVES):
@@ -159,7 +160,7 @@ def _called(error: BaseException) -> tuple[str, str, Any]:
 
 
 def _group_of(error: BaseException) -> Any:
-    """Find the process group of the function of torch's that raised an error, None if it was none."""
+    """Find the process group of the torch function that raised an error, None if it was none."""
     group = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_filename.endswith(_COLLECTIVES) and "group" in frame.f_locals:

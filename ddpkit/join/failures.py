@@ -1,4 +1,4 @@
-"""Failures of ranks: how one is written down for the others, and what this rank knows of the first of its job."""
+"""Failures of ranks: their form for other ranks, and this rank's knowledge of the first failure of its job."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from ..errors import (
 from ..parsing import parse, refuse_text
 from .store import call_with_timeout
 
-out_of_date: list[Callable[[str], bool]] = []  # say if the job of a membership has ended; `survive` adds one
-GRACE = 5.0  # seconds that a main thread has, where nobody asks for more
+out_of_date: list[Callable[[str], bool]] = []  # tell whether the job of a membership has ended; `survive` adds one
+GRACE = 5.0  # default seconds for a main thread to handle a failure
 
 PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _LIBRARIES = (PACKAGE + os.sep, os.path.dirname(torch.__file__) + os.sep, contextlib.__file__, threading.__file__)
-_IN_MODELS = {  # where collectives begin in C++, without a function of torch.distributed
+_IN_MODELS = {  # collectives that start in C++, without a function of torch.distributed
     os.path.join("torch", "nn", "parallel", "distributed.py"): "DDP's forward",
     os.path.join("torch", "autograd", "graph.py"): "backward",
 }
@@ -47,11 +47,11 @@ _TEXT_LENGTHS = {"host": 300, "type": 300, "message": MESSAGE_LENGTH, "traceback
 
 
 class JobContinues(LaunchError):
-    """The job goes on without the rank that this process was started to be; `survive` takes its place.
+    """The job continues without the rank that this process was started as; `survive` takes its place.
 
     Args:
-        message: The error's text.
-        membership: What the job says of itself, as JSON.
+        message: Text of the error.
+        membership: The job's membership, as JSON.
     """
 
     def __init__(self, message: str, membership: str) -> None:
@@ -60,20 +60,20 @@ class JobContinues(LaunchError):
 
     @property
     def is_out_of_date(self) -> bool:
-        """Return whether that job has ended, and this process was one of those that went on to the end."""
+        """Return whether that job has ended, with this process as a member to the end."""
         return any(is_of_ended_job(self.membership) for is_of_ended_job in out_of_date)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure of a rank, as the ranks tell it each other.
+    """The failure of a rank, as ranks report it to each other.
 
     Attributes:
-        rank: The rank that failed; -1 if the job itself is wrong.
-        host: The host it ran on.
+        rank: The rank that failed; -1 for a failure of the job itself.
+        host: Its host.
         type: Name of its exception's class, or a word for a failure without one, such as "lost".
         message: The exception's message.
-        traceback: Its formatted traceback, "" where there was none. Of a `JobContinues` the membership.
+        traceback: Its formatted traceback; "" if there is none. For a `JobContinues` the membership.
     """
 
     rank: int
@@ -84,28 +84,28 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
-        """Describe an error for the other ranks; with rank -1 if the job itself is wrong."""
-        if isinstance(error, PeerError):  # it only passes on what became of a peer
+        """Describe an error for the other ranks; with rank -1 for a failure of the job itself."""
+        if isinstance(error, PeerError):  # it only forwards a peer's failure
             return cls(error.rank, error.host, error.error_type, error.message, error.traceback)
         return cls(rank, socket.gethostname(), type(error).__name__, message_of(error), trace_of(error))
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Failure:
-        """Make a failure of fields that have the form `FAILURE`, and shorten their texts: strangers may write, too."""
+        """Create a failure from fields of the form `FAILURE`, with texts shortened: strangers may write, too."""
         texts = {name: printable(fields[name])[:longest] for name, longest in _TEXT_LENGTHS.items()}
         return cls(fields["rank"], **texts)
 
     @classmethod
     def from_json(cls, text: bytes | str, key: str) -> Failure:
-        """Read a failure that stands in the store under this key."""
+        """Parse a failure stored under this key."""
         return cls.from_fields(parse(text, key, FAILURE))
 
     def to_json(self) -> str:
-        """Write the failure for the store."""
+        """Serialise the failure for the store."""
         return json.dumps(asdict(self))
 
     def to_error(self) -> DdpkitError:
-        """Make the exception that the other ranks raise."""
+        """Create the exception that the other ranks raise."""
         if self.type == JobContinues.__name__:
             return JobContinues(self.message, self.traceback)
         if self.type == RankRejoins.__name__:
@@ -119,7 +119,7 @@ FAILURE = get_type_hints(Failure)  # the form of its JSON
 
 
 def record_failure(store: dist.Store, failure: Failure) -> None:
-    """Write down the failure of a job, unless another came first."""
+    """Record the failure of a job, unless there is an earlier one."""
     store.compare_set("failure", "", failure.to_json())
 
 
@@ -131,19 +131,19 @@ def first_failure(store: dist.Store) -> Failure | None:
 
 
 class Failures:
-    """What this rank knows of the first failure of its job, and of ranks that have left.
+    """This rank's knowledge of the first failure of its job, and of ranks that have left.
 
-    The watch's thread writes it, and the main thread.
+    The watch's thread and the main thread write it.
 
     Attributes:
-        known: The first failure, as far as this rank has heard of one.
-        settled: Whether this rank has reported the failure or is leaving the job, so that it is raised no more.
-        held: Whether this rank is in the middle of something that it must end before a failure is raised in it.
-        grace: Seconds from the first attempt to raise it until a main thread that neither ends nor handles it is given
-            up, and the process ended.
+        known: The first failure that this rank knows of.
+        settled: Whether this rank has reported the failure or is leaving the job, so that it is not raised any more.
+        held: Whether this rank must finish something before a failure is raised in it.
+        grace: Seconds for the main thread to end or to handle the failure, from the first attempt to raise it, before
+            the process is ended.
         left: Ranks that have left the job.
-        exiting: Ranks whose process is about to end, and until when to wait for its exit code.
-        orphaned: Returns what became of the process that must outlive this one, "" while it lives.
+        exiting: Ranks with exiting processes, and until when to wait for the exit code.
+        orphaned: Returns the fate of the process that must outlive this one, "" while it lives.
         explained: The last exception whose cause was looked for.
         compared: Whether the ranks have compared which collective broke.
     """
@@ -163,52 +163,52 @@ class Failures:
         self.compared = False
 
     def announce(self, failure: Failure, patience: float = 2.0) -> None:
-        """Write a failure into the store if that answers in so many seconds, for ranks that look there."""
-        with suppress(RuntimeError, TimeoutError):  # the store has gone, or its host is stopped
+        """Write a failure into the store, within a time limit, for ranks that read it there."""
+        with suppress(RuntimeError, TimeoutError):  # the store is gone, or its host is stopped
             call_with_timeout(lambda: record_failure(self._store, failure), patience)
 
     def look_up(self) -> Failure | None:
-        """Return the first failure; ask the store if this rank has heard of none."""
+        """Return the first failure; ask the store if this rank knows of none."""
         if self.known is None:
             failure = first_failure(self._store)
             if failure and failure.rank not in range(-1, len(self._hosts)):
                 refuse_text(failure.to_json(), "failure")
-            if self.known is None:  # still: the watch may have heard of one meanwhile
+            if self.known is None:  # still: the watch may have received one meanwhile
                 self.known = failure
         return self.known
 
     def ask_store(self, patience: float) -> Failure | None:
-        """Return the first failure if the store tells it within so many seconds, None if not."""
-        with suppress(RuntimeError, TimeoutError):  # the store has gone, or its host is stopped
+        """Return the first failure in the store; None if there is none, or no answer within the time limit."""
+        with suppress(RuntimeError, TimeoutError):  # the store is gone, or its host is stopped
             return call_with_timeout(self.look_up, patience)
         return None
 
     def raise_if_any(self) -> None:
-        """Raise if any rank has failed; ask the store if this rank has heard of none."""
+        """Raise if any rank has failed; ask the store if this rank knows of none."""
         self.look_up()
         self.raise_if_known()
 
     def raise_if_known(self) -> None:
-        """Raise if this rank has heard that any rank has failed."""
+        """Raise if this rank knows that any rank has failed."""
         if self.known:
             raise self.known.to_error()
 
     def cause(self, host: int | None) -> DdpkitError | None:
-        """Return the error of who has failed or left, as far as that is known; with a host, only of its departure."""
+        """Return the error for the rank that failed or left, if known; with a host, only for its departure."""
         if self.known:
             return self.known.to_error()
         gone = [rank for rank in self.left if host in (None, rank)]
         return self.orphan() or (self.departure(gone[0]) if gone else None)
 
     def orphan(self) -> PeerError | None:
-        """Make the error to raise when the process that must outlive this rank has gone; None while it lives."""
+        """Create the error for the end of the process that must outlive this rank; None while it lives."""
         words = self.orphaned()
         if not words:
             return None
         return PeerError(self._rank, self._hosts[self._rank], "orphaned", words)
 
     def departure(self, rank: int) -> PeerError:
-        """Make the error to raise where this rank waits for one that has left."""
+        """Create the error for a wait for a rank that has left."""
         words = (
             f"while rank {self._rank} waited for it{_in_call()}. Every rank must make the same calls: is this one in a "
             f"branch that only some ranks take, or had rank {rank} fewer batches?"
@@ -217,10 +217,10 @@ class Failures:
 
 
 def last_call(trace: TracebackType | None) -> tuple[FrameSummary | None, list[FrameSummary]]:
-    """Find the script's last line that this thread has come to, or that a traceback shows, and what it has called.
+    """Find the script's last line of this thread, or of a traceback, and the calls from there.
 
     Returns:
-        The script's frame, None if there is none, and those of torch and ddpkit that follow.
+        The script's frame, None if there is none, and the following frames of torch and ddpkit.
     """
     script, called = None, []
     for frame in [*traceback.extract_stack(), *traceback.extract_tb(trace)]:
@@ -232,12 +232,12 @@ def last_call(trace: TracebackType | None) -> tuple[FrameSummary | None, list[Fr
 
 
 def in_model(frame: FrameSummary) -> str:
-    """Name what averages gradients or buffers in a frame of torch's, "" if nothing does."""
+    """Name what averages gradients or buffers in a torch frame, "" if nothing does."""
     return next((name for file, name in _IN_MODELS.items() if frame.filename.endswith(file)), "")
 
 
 def _in_call() -> str:
-    """Say in which call of the script this thread is, as in " in barrier() at train.py:31"; "" if it is in none."""
+    """Describe this thread's current call, as in " in barrier() at train.py:31"; "" if there is none."""
     script, called = last_call(sys.exc_info()[2])
     if script is None:
         return ""

@@ -1,4 +1,4 @@
-"""The claim of a process that it is one of the job's ranks, and what others see from it."""
+"""The claim of a process to be one of the job's ranks, and what it tells others."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any, get_type_hints
 from ..launch.process_tree import ancestors, boot_id, own_birth, runs_since
 from ..parsing import parse, refuse_text
 
-MOST_RANKS = 1 << 20  # of which the store may tell: more come from a stranger
+MOST_RANKS = 1 << 20  # most ranks that the store may report: more come from another program
 
 
 def _machine() -> tuple[str, ...]:
-    """Return the machine's boot, this process's network and its process numbers; () where the system tells none."""
+    """Return this machine's boot, the process's network and pid namespaces; () where the system does not show them."""
     try:
         return boot_id(), os.readlink("/proc/self/ns/net"), os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -24,14 +24,14 @@ def _machine() -> tuple[str, ...]:
 
 
 def usable_cores() -> tuple[int, ...]:
-    """Return the cores on which this process may run."""
+    """Return the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
 
 
 def _cores() -> str:
-    """Write the cores on which this process may run as bits, in hexadecimal digits."""
+    """Return the cores that this process may use as bits, in hexadecimal digits."""
     return f"{sum(1 << core for core in usable_cores()):x}"
 
 
@@ -41,20 +41,20 @@ def _nonce() -> str:
 
 @dataclass(frozen=True)
 class Member:
-    """A rank of the job: the process that claims its number, where that is, and what it believes about the job.
+    """A rank of the job: the process that claims it, its location, and its view of the job.
 
     Attributes:
-        rank: The number that it claims.
-        world_size: Number of ranks in the job, as its environment says.
+        rank: The claimed rank.
+        world_size: Number of ranks in the job, by its environment.
         run_id: Identity of the run, if its environment names one.
-        store_outlives_ranks: Whether torchrun or spawn hosts the store, so that it outlives a restart of the ranks.
+        store_outlives_ranks: Whether torchrun or spawn hosts the store, which then survives a restart of the ranks.
         watch: Whether it has a watch.
         watch_address: Where rank 0's watch listens.
-        host: The name of its machine.
-        machine: Identity of the machine, its network and its process numbers.
-        pid: Number of the process.
-        born: When the process began; a number may be given again.
-        cores: On which it may run, as bits.
+        host: Name of its machine.
+        machine: Identity of the machine and of its network and pid namespaces.
+        pid: Process id.
+        born: Start time of the process; pids are reused.
+        cores: Cores that it may use, as bits.
         nonce: Secret of this claim.
     """
 
@@ -76,7 +76,7 @@ class Member:
 
     @classmethod
     def from_json(cls, text: bytes | str, rank: int) -> Member:
-        """Read the claim of this rank, as it stands in the store."""
+        """Parse this rank's claim from the store."""
         key = claim_key(rank)
         values: dict[str, Any] = {}
         for name, value in parse(text, key, _MEMBER).items():
@@ -87,16 +87,16 @@ class Member:
         return member
 
     def to_json(self) -> str:
-        """Write the claim for the store."""
+        """Serialise the claim for the store."""
         return json.dumps(asdict(self))
 
     @property
     def node(self) -> tuple[str, ...]:
-        """Return an identity that the ranks of one node share, and no others: cloned machines share a host name."""
+        """Return an identity shared by the ranks of one node only: cloned machines share a host name."""
         return self.host, *self.machine[:2]
 
     def is_alive(self) -> bool | None:
-        """Return whether the process still runs; None where that cannot be seen from here."""
+        """Return whether the process still runs; None where that cannot be read from here."""
         if not self._is_here() or not self.born:
             return None
         return runs_since(self.pid, self.born)
@@ -110,7 +110,7 @@ class Member:
 
 
 def claim_key(rank: int) -> str:
-    """Return the key under which a process claims a rank."""
+    """Return the key of the claim to a rank."""
     return f"claim/{rank}"
 
 
@@ -119,14 +119,14 @@ _MEMBER = get_type_hints(Member)  # the form of its JSON
 
 @dataclass(frozen=True)
 class Members:
-    """Where each rank of the job is, as rank 0 tells all.
+    """The location of each rank of the job, published by rank 0.
 
     Attributes:
         token: Secret of this start of the job.
         watch_address: Where rank 0's watch listens.
-        nodes: The host name of each node.
-        node_of: The number of each rank's node.
-        sharers: How many ranks of its node may run on the same cores as each rank, itself included.
+        nodes: Host name of each node.
+        node_of: Node number of each rank.
+        sharers: Number of ranks on the node that may use the same cores as each rank, itself included.
     """
 
     token: str
@@ -137,7 +137,7 @@ class Members:
 
     @classmethod
     def of(cls, claims: list[Member]) -> Members:
-        """Describe the processes that have claimed the ranks, in their order."""
+        """Describe the processes that claimed the ranks, in rank order."""
         numbers: dict[tuple[str, ...], int] = {}
         node_of = tuple(numbers.setdefault(claim.node, len(numbers)) for claim in claims)
         on_cores = Counter((claim.node, claim.cores) for claim in claims)
@@ -147,7 +147,7 @@ class Members:
 
     @classmethod
     def from_json(cls, text: bytes | str, key: str) -> Members:
-        """Read the description that stands in the store under this key."""
+        """Parse the description stored under this key."""
         fields = parse(text, key, _MEMBERS)
         lists = {name: tuple(fields[name]) for name in ("nodes", "node_of", "sharers")}
         address = fields["watch_address"] and tuple(fields["watch_address"])
@@ -158,7 +158,7 @@ class Members:
         return members
 
     def to_json(self) -> str:
-        """Write the description for the store."""
+        """Serialise the description for the store."""
         return json.dumps(asdict(self))
 
     @property
@@ -168,7 +168,7 @@ class Members:
 
     @property
     def hosts(self) -> list[str]:
-        """Return the host name of each rank."""
+        """Return each rank's host name."""
         return [self.nodes[node] for node in self.node_of]
 
 

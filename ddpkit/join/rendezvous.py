@@ -1,7 +1,7 @@
-"""Joining a job: every rank claims its number in one generation of the store, and learns who the members are.
+"""Join a job: every rank claims its number in one generation of the store, and gets the list of members.
 
-Rank 0 begins a generation and answers with its *members* once all claims fit together. A restarted rank that meets an
-old generation sees that its own claim is not among them and waits for the next one.
+Rank 0 begins a generation and publishes its *members* once all claims fit together. A restarted rank that finds an old
+generation sees that its own claim is not among them and waits for the next one.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .members import Member, Members, claim_key
 from .sockets import connect
 from .store import Pause, call_with_timeout
 
-# One start of a job in the store: who claims which rank, who its members are, and why it was given up.
+# One start of a job in the store: the claims, its members, and the reason if it was cancelled.
 #
-# A restarted job finds the keys of the dead one, so each start is a *generation* of its own: its number is the prefix
+# A restarted job finds the keys of the dead one, so each start is a *generation* of its own; its number is the prefix
 # of all its keys.
 
 _NUMBER = "ddpkit/generation"  # key of the newest generation's number
@@ -43,28 +43,28 @@ class Generation:
 
     @classmethod
     def new(cls, store: dist.Store) -> Generation:
-        """Begin a generation that no process has joined."""
+        """Begin a generation without processes."""
         return cls(store, store.add(_NUMBER, 1))
 
     @classmethod
     def refuse(cls, store: dist.Store, failure: Failure) -> None:
-        """Begin a generation that is given up already, in a store where nobody else begins one meanwhile.
+        """Begin a generation that is already cancelled, in a store where no other begins meanwhile.
 
-        The reason is there first: who sees a generation without one would take it for a start, or for another job.
+        The reason is written first: a generation without one looks like a start, or like another job.
         """
         record_failure(cls(store, store.add(_NUMBER, 0) + 1).store, failure)
         cls.new(store)
 
     @classmethod
     def latest(cls, store: dist.Store) -> Generation | None:
-        """Return the newest generation, None if there is none."""
+        """Return the newest generation, or None."""
         number = store.add(_NUMBER, 0)
         return cls(store, number) if number else None
 
-    # Claims and members
+    # Claims and members.
 
     def claim(self, me: Member) -> Member:
-        """Claim a rank, unless that is done; return the process that holds it."""
+        """Claim a rank, unless it is claimed; return the process that holds it."""
         mine = me.to_json()
         text = self.store.compare_set(claim_key(me.rank), "", mine)
         if text != mine.encode():
@@ -74,9 +74,9 @@ class Generation:
         return me
 
     def claims_after(self, number: int) -> list[Member]:
-        """Return the processes other than rank 0 that have claimed a rank since so many had."""
+        """Return the processes other than rank 0 that have claimed a rank since this number of claims."""
         keys = [_claimant_key(later) for later in range(number + 1, self.store.add("claims", 0) + 1)]
-        if not keys or not self.store.check(keys):  # one has counted its claim, and is just saying whose it is
+        if not keys or not self.store.check(keys):  # one has counted its claim, but not yet named its rank
             return []
         ranks = []
         for key, text in zip(keys, self.store.multi_get(keys), strict=True):
@@ -86,7 +86,7 @@ class Generation:
         return self.claims(ranks)
 
     def claims(self, ranks: Sequence[int]) -> list[Member]:
-        """Return the processes that claim these ranks; none if one of them is not claimed."""
+        """Return the processes that claim these ranks; none if one of them is unclaimed."""
         keys = [claim_key(rank) for rank in ranks]
         if not self.store.check(keys):  # no rank has named them
             return []
@@ -94,11 +94,11 @@ class Generation:
         return [Member.from_json(text, rank) for text, rank in zip(texts, ranks, strict=True)]
 
     def publish(self, members: Members) -> None:
-        """Write down who is in the job: from now on, it is complete."""
+        """Publish the members: from now on, the job is complete."""
         self.store.set("members", members.to_json())
 
     def is_complete(self) -> bool:
-        """Return whether rank 0 has written down who is in the job."""
+        """Return whether rank 0 has published the members."""
         return self.store.check(["members"])
 
     def members(self) -> Members:
@@ -106,7 +106,7 @@ class Generation:
         return Members.from_json(self.store.get("members"), "members")
 
     def is_over(self) -> bool:
-        """Return whether all ranks have left in good order: then nobody reads or writes here any more."""
+        """Return whether all ranks have left normally: then no rank reads or writes here any more."""
         return self.store.check(["members", "left"]) and self.store.add("left", 0) >= self.members().world_size
 
     def starter(self) -> Member | None:
@@ -118,23 +118,23 @@ class Generation:
                 return claim
         return None
 
-    # Giving up
+    # Cancelling.
 
     def fail(self, reason: str) -> None:
-        """Write down why this job cannot be; the first reason stands. Ranks that have joined hear of it, too."""
+        """Record why this job cannot start; the first reason stays. Ranks that have joined get it, too."""
         self.give_up(Failure.of(-1, LaunchError(reason)))
 
     def give_up(self, failure: Failure) -> None:
-        """Write down why this job cannot be, as `fail()`."""
+        """Record why this job cannot start, as `fail()`."""
         record_failure(self.store, failure)
-        if self.is_complete():  # only their watches can tell those who have joined
+        if self.is_complete():  # only their watches can reach ranks that have joined
             _tell_watch(self.members(), failure)
 
     def raise_if_failed(self, readers: int = 0) -> None:
-        """Raise the reason why this job cannot be, if there is one.
+        """Raise the reason why this job cannot start, if there is one.
 
         Args:
-            readers: Number of ranks for which the store's host first waits up to 2 s, so that they can read it.
+            readers: Number of ranks that the store's host first waits for, up to 2 s, so that they can read it.
         """
         failure = first_failure(self.store)
         if failure:
@@ -142,13 +142,13 @@ class Generation:
             raise failure.to_error()
 
     def continued(self) -> JobContinues | None:
-        """Return the error by which this start was given up because the job goes on already, None if it was not."""
+        """Return the error with which this start was cancelled because the job already continues, or None."""
         failure = first_failure(self.store)
         error = failure.to_error() if failure else None
         return error if isinstance(error, JobContinues) else None
 
     def await_readers(self, readers: int, seconds: float) -> None:
-        """Count this rank among those that have read why the job is off; wait until so many have, at most so long."""
+        """Count this rank as a reader of the reason; wait, with a time limit, for this number of readers."""
         heard = self.store.add("heard", 1)
         deadline = time.monotonic() + seconds
         while heard < readers and time.monotonic() < deadline:
@@ -157,12 +157,12 @@ class Generation:
 
 
 def _claimant_key(number: int) -> str:
-    """Return the key of the rank that was the n-th to be claimed, not counting rank 0."""
+    """Return the key of the n-th claimed rank, not counting rank 0."""
     return f"claimant/{number}"
 
 
 def _tell_watch(members: Members, failure: Failure) -> None:
-    """Tell the watch of rank 0, which passes it on, why the job cannot go on."""
+    """Tell rank 0's watch, which forwards it, why the job cannot continue."""
     if members.watch_address is None:
         return
     line = encode(token=members.token, failure=failure)
@@ -170,12 +170,12 @@ def _tell_watch(members: Members, failure: Failure) -> None:
         connection.sendall(line)
 
 
-_AGREED = {  # what ranks say alike, by field, with its name for the user and advice
+_AGREED = {  # fields that must be equal on all ranks, each with its name for the user and advice
     "world_size": ("WORLD_SIZE", "start all ranks with one value"),
     "watch": ("watch", "pass one to setup()"),
     "run_id": ("run", "two jobs meet at one MASTER_ADDR:MASTER_PORT, give each its own MASTER_PORT"),
 }
-_STORE_GRACE = 5.0  # seconds beyond the time-out in which the store must say that it is up
+_STORE_GRACE = 5.0  # seconds beyond the time-out for the store to answer
 
 
 class StoreLost(LaunchError):
@@ -192,20 +192,20 @@ class StartedByRank(LaunchError):
         names = ", ".join(name for name, sign, _ in evidence if sign)
         super().__init__(
             f"Rank {starter.rank} of a running job, {starter}, started this process, which has inherited its "
-            f"environment and is no rank. The job goes on without it. To run it alone, start it without {names}."
+            f"environment and is not a rank. The job continues without it. To run it alone, start it without {names}."
         )
 
 
 def join(
     store: dist.Store, me: Member, timeout: timedelta, orphaned: Callable[[], str] = str
 ) -> tuple[dist.Store, Members]:
-    """Agree with all ranks on a generation and on its members.
+    """Agree with all ranks on a generation and its members.
 
     Args:
         store: Where the ranks meet.
         me: This process.
-        timeout: Bound on the wait for the others.
-        orphaned: Returns what became of the process that must outlive this one, "" while it lives.
+        timeout: Longest wait for the other ranks.
+        orphaned: Returns the fate of the process that must outlive this one, "" while it lives.
 
     Returns:
         The store under the generation's prefix, and the members.
@@ -229,17 +229,17 @@ def join(
         ) from None
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise_if_orphaned(orphaned())
-        raise StoreLost(f"Rank {me.rank} lost the store while joining; its host has gone: {error}") from error
+        raise StoreLost(f"Rank {me.rank} lost the store while joining; its host has ended: {error}") from error
 
 
 def raise_if_orphaned(reason: str) -> None:
-    """Raise if there is a reason why the process that must outlive this one has gone."""
+    """Raise if the process that must outlive this one has ended."""
     if reason:
         raise LaunchError(f"This rank cannot join: {reason}.")
 
 
 def complete_launch(launch: Launch, members: Members) -> Launch:
-    """Fill in what the launcher did not tell, from the nodes of all ranks."""
+    """Complete the launch, from the nodes of all ranks."""
     nodes = members.node_of
     mine = nodes[launch.rank]
     found = {
@@ -253,13 +253,13 @@ def complete_launch(launch: Launch, members: Members) -> Launch:
 
 
 def _collect_claims(store: dist.Store, me: Member, deadline: float, timeout: timedelta) -> tuple[dist.Store, Members]:
-    """Begin a generation, as rank 0, and publish its members when all have claimed their rank."""
+    """Begin a generation, as rank 0, and publish its members when all ranks are claimed."""
     former = Generation.latest(store)
     starter = former.starter() if former else None
     if starter:
         if me.world_size > 1:
             raise StartedByRank(starter)
-        store = dist.HashStore()  # a job of its own, of one rank
+        store = dist.HashStore()  # a separate job of one rank
     generation = Generation.new(store)
     generation.store.set(claim_key(0), me.to_json())
     claims = {0: me}
@@ -279,20 +279,20 @@ def _collect_claims(store: dist.Store, me: Member, deadline: float, timeout: tim
         pause()
     members = Members.of([claims[rank] for rank in range(me.world_size)])
     generation.publish(members)
-    generation.raise_if_failed(readers)  # of somebody who came too early to see the members, and to tell the watch
+    generation.raise_if_failed(readers)  # the reason may come before the writer could see the members
     return generation.store, members
 
 
 def _claim_until_accepted(
     store: dist.Store, me: Member, deadline: float, timeout: timedelta
 ) -> tuple[dist.Store, Members]:
-    """Claim this rank in the newest generation, again if there is a newer one, until rank 0 publishes its members."""
+    """Claim this rank in the newest generation, and in each newer one, until rank 0 publishes its members."""
     seen = -1
     claimed = None
     pause = Pause.among(me.world_size)
     while True:
         latest = Generation.latest(store)
-        if latest and latest.number > seen:  # those before it belong to dead attempts
+        if latest and latest.number > seen:  # earlier ones belong to dead attempts
             seen = latest.number
             continued = latest.continued()
             if continued is not None and not continued.is_out_of_date:
@@ -319,25 +319,25 @@ def _claim(generation: Generation, me: Member) -> bool:
     holder = generation.claim(me)
     if holder is me:
         return True
-    if (holder.pid, holder.born) == (me.pid, me.born):  # it is our own, from before a teardown
+    if (holder.pid, holder.born) == (me.pid, me.born):  # our own claim, from before a teardown
         return False
     alive = holder.is_alive()
-    # on another host that cannot be seen; an agent gives a number again only when its holder has ended
+    # a process on another host cannot be checked; an agent reuses a number only after its holder has ended
     perhaps_alive = alive is None and not me.store_outlives_ranks
     if (alive or perhaps_alive) and not generation.is_over():
         starter = generation.starter()
         if starter:
             raise StartedByRank(starter)
         _refuse_second_claim(generation, me, holder)
-    # others may wait for it; an agent starts all of them anew, and they go on to the next generation
+    # others may wait for it; an agent restarts all of them, and they move on to the next generation
     if alive is False and not me.store_outlives_ranks and not generation.is_complete():
-        generation.fail(f"Rank {me.rank} on {holder} ended while the ranks joined. Start all of them anew.")
+        generation.fail(f"Rank {me.rank} on {holder} ended while the ranks joined. Restart all ranks.")
     return False
 
 
 def _accepted(generation: Generation, me: Member) -> Members | None:
-    """Return the members of the generation in which this rank stands, None while rank 0 has published none."""
-    complete = generation.is_complete()  # before the look for a failure, for which rank 0 looks once more
+    """Return the members of this rank's generation, None until rank 0 publishes them."""
+    complete = generation.is_complete()  # before the check for a failure, because rank 0 checks once more
     generation.raise_if_failed()
     if not complete:
         return None
@@ -351,7 +351,7 @@ def _accepted(generation: Generation, me: Member) -> Members | None:
 
 
 def _disagreement(mine: Member, other: Member) -> str | None:
-    """Say why two ranks cannot be in one job; return None if they can."""
+    """Explain why two ranks cannot be in one job; None if they can."""
     for name, (word, advice) in _AGREED.items():
         ours, theirs = getattr(mine, name), getattr(other, name)
         if ours != theirs and None not in (ours, theirs):

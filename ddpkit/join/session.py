@@ -1,6 +1,6 @@
-"""A job that this process has joined: who is in it, and its waits for other ranks, on torch's key-value store.
+"""A job that this process has joined: its members, and waits for other ranks on torch's key-value store.
 
-Each wait has a bound, and ends when a rank fails.
+Each wait has a time-out, and ends when a rank fails.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .sockets import SETTLE, cut, sockets_beside
 from .store import Pause, call_with_timeout, read_long, read_text, read_texts, write_long
 
 T = TypeVar("T")
-_CAUSE_TIMEOUT = timedelta(seconds=1.5)  # time in which the watch learns why a connection broke
-_LINGER = 2.0  # seconds that the store's host stays for ranks that are still leaving
-Ranks = tuple[int, ...]  # some of a job's, in any order that they all know
+_CAUSE_TIMEOUT = timedelta(seconds=1.5)  # time for the watch to learn why a connection broke
+_LINGER = 2.0  # seconds that the store's host waits for ranks that are still leaving
+Ranks = tuple[int, ...]  # some of a job's ranks, in an order that they all know
 
 
 def _no_watch() -> None:
@@ -37,22 +37,22 @@ def _no_watch() -> None:
 
 
 class Session:
-    """One start of a job, seen from one rank.
+    """One start of a job, as seen from one rank.
 
     Args:
-        store: Under the prefix of this start.
-        rank: This process's.
-        hosts: The host name of each rank.
-        timeout: Bound on each wait that names no other.
-        nodes: The node of each rank, to compare: several may bear one host name.
-        orphaned: Returns what became of the process that must outlive this one, "" while it lives.
+        store: Store under the prefix of this start.
+        rank: This process's rank.
+        hosts: Host name of each rank.
+        timeout: Default time-out of each wait.
+        nodes: Node of each rank, for comparison: several may have one host name.
+        orphaned: Returns the fate of the process that must outlive this one, "" while it lives.
 
     Attributes:
-        store_host: The rank that hosts the store, if one does.
-        watch: Returns the thread that can ask the other ranks, as long as there is one; a weak reference to it.
-        told: How far the script is.
-        acted_at: When it got its last batch, or came to its last collective.
-        connections: Those of the process group, to be cut when the job has failed.
+        store_host: The rank that hosts the store, if any.
+        watch: Weak reference: returns the thread that can ask the other ranks, as long as it exists.
+        told: Progress of the script.
+        acted_at: Time of its last batch or collective.
+        connections: Those of the process group, to be cut after the job has failed.
         store_connections: Those to the store, to be cut if it does not answer after a failure.
     """
 
@@ -78,13 +78,13 @@ class Session:
         self.connections: set[int] = set()
         self.store_connections: set[int] = set()
         self._pid = os.getpid()
-        self._deadlines: dict[int, float] = {}  # of the wait that each thread is in
-        self._counts: dict[tuple[str, Ranks | None], int] = {}  # how often ranks that meet have used each name
-        self._used: dict[Ranks | None, list[str]] = {}  # keys of the last meeting of these ranks
+        self._deadlines: dict[int, float] = {}  # end of each thread's current wait
+        self._counts: dict[tuple[str, Ranks | None], int] = {}  # uses of each name, by the ranks that meet
+        self._used: dict[Ranks | None, list[str]] = {}  # keys of these ranks' last meeting
 
     @property
     def is_own(self) -> bool:
-        """Return whether this process is the rank, and not a child that was forked from it."""
+        """Return whether this process is the rank, and not a child forked from it."""
         return self._pid == os.getpid()
 
     def failure_of(self, error: BaseException) -> Failure:
@@ -92,19 +92,19 @@ class Session:
         return Failure.of(self.rank, error)
 
     def cause_of(self, error: BaseException) -> DdpkitError | None:
-        """Explain why a collective broke: see `ddpkit.join.causes`."""
+        """Explain why a collective broke; see `ddpkit.join.causes`."""
         return cause_of(error, self)
 
     def follow_connections(self, group: dist.ProcessGroup | None) -> None:
-        """Remember the connections of a group of gloo's, to be cut when the job has failed."""
+        """Store the connections of a gloo group, to be cut after the job has failed."""
         self.connections |= sockets_beside(gloo_address(group))
 
     def cut_connections(self, settled: bool = False) -> None:
-        """Cut those of the process group, which ends collectives; if asked, once others have had time to end theirs."""
+        """Cut the process group's connections, which ends collectives; optionally after time for others to finish."""
         cut(self.connections, SETTLE if settled else 0.0)
 
     def count(self, name: str, ranks: Ranks | None = None) -> str:
-        """Make a key for the n-th use of a name; every rank counts alike because all of `ranks` take part."""
+        """Make a key for the n-th use of a name; all ranks count alike, because all of `ranks` take part."""
         number = self._counts.get((name, ranks), 0) + 1
         self._counts[name, ranks] = number
         if ranks is not None:
@@ -120,14 +120,14 @@ class Session:
         used: Sequence[str] = (),
         ranks: Ranks | None = None,
     ) -> None:
-        """Wait until all ranks are here; with a `failure`, tell the others instead and do not wait.
+        """Wait until all ranks are here; with a `failure`, report it instead and do not wait.
 
         Args:
-            key: The barrier's, from `count()`.
-            timeout: Bound on the wait.
-            failure: Why this rank does not come.
-            used: Keys to delete when these ranks meet again, so that nobody can still be reading them.
-            ranks: Those that meet, this one among them; by default all.
+            key: Key of the barrier, from `count()`.
+            timeout: Longest wait.
+            failure: Reason why this rank does not come.
+            used: Keys to delete when these ranks meet again, so that no rank can still be reading them.
+            ranks: The ranks that meet, this one included; by default all.
         """
         timeout = timeout or self.timeout
         everyone = ranks or range(len(self.hosts))
@@ -146,7 +146,7 @@ class Session:
     def exchange(
         self, text: str, name: str = "exchange", timeout: timedelta | None = None, ranks: Ranks | None = None
     ) -> list[str]:
-        """Give every rank's text to all, in the order of the ranks: the first one writes them down for all."""
+        """Gather every rank's text on all ranks, in rank order: the first rank writes them down."""
         everyone = ranks or range(len(self.hosts))
         first = everyone[0]
         key = self.count(name, ranks)
@@ -168,8 +168,8 @@ class Session:
             return _lengthen(read_long(self.store, answer), name, len(everyone))
 
     def leave(self, linger: bool) -> None:
-        """Count this rank out; a rank that hosts the store lingers up to 2 s for those who still need it."""
-        with suppress(RuntimeError, TimeoutError):  # the store has gone, or its host is stopped
+        """Leave; a rank that hosts the store waits up to 2 s for those that still need it."""
+        with suppress(RuntimeError, TimeoutError):  # the store is gone, or its host is stopped
             call_with_timeout(lambda: self._count_out(linger), _LINGER + 1.0)
 
     def _count_out(self, linger: bool) -> None:
@@ -178,7 +178,7 @@ class Session:
             return
         expected = len(self.hosts)
         failure = self.failures.known
-        if failure is not None and failure.type == "lost":  # it counts itself out no more
+        if failure is not None and failure.type == "lost":  # it cannot leave by itself
             expected -= 1
         pause = Pause.among(len(self.hosts))
         deadline = time.monotonic() + _LINGER
@@ -186,11 +186,11 @@ class Session:
             pause()
             left = self.store.add("left", 0)
 
-    # Waits of one rank, by any of its threads, for values that others write into the store
+    # Waits of one rank, in any of its threads, for values that others write into the store.
 
     @property
     def deadline(self) -> float | None:
-        """Return the end of the wait that this rank is in, the first of its threads'; None if it is in none."""
+        """Return the end of this rank's current wait, the first of its threads'; None if there is none."""
         return min(list(self._deadlines.values()), default=None)
 
     def is_waiting(self, thread: int | None) -> bool:
@@ -198,14 +198,14 @@ class Session:
         return thread in self._deadlines
 
     def show_ranks(self) -> None:
-        """Let rank 0 log what the ranks are doing, where a wait has been too long."""
+        """Make rank 0 log what the ranks are doing after too long a wait."""
         watch = self.watch()
         if watch is not None:
             watch.show_ranks()
 
     def until(self, ready: Callable[[], T | None], timeout: timedelta, late: Callable[[], T]) -> T:
-        """Poll until `ready()` is not None and return that; raise a peer's failure; let `late()` decide after that."""
-        pause = Pause.among(len(self.hosts) if self.rank else 1)  # for what rank 0 does then, others often wait
+        """Poll until `ready()` is not None; return it, raise a peer's failure, or after the time-out call `late()`."""
+        pause = Pause.among(len(self.hosts) if self.rank else 1)  # other ranks often wait for rank 0
         deadline = time.monotonic() + timeout.total_seconds()
         failure = None
         while True:
@@ -215,18 +215,18 @@ class Session:
             if failure:
                 raise failure.to_error()
             failure = self.failures.look_up()
-            if failure:  # of a peer that may have come here before it failed
+            if failure:  # of a peer that may have arrived before it failed
                 continue
             if time.monotonic() > deadline:
                 self.show_ranks()
                 if self.failures.look_up():
                     continue
-                value = ready()  # it may have come meanwhile
+                value = ready()  # it may have arrived meanwhile
                 return late() if value is None else value
             pause()
 
     def wait_for_key(self, key: str, timeout: timedelta, late: Callable[[], DdpkitError]) -> None:
-        """Wait until a rank has written this key; raise a peer's failure, or `late()` when the time is up."""
+        """Wait until a rank has written this key; raise a peer's failure, or `late()` after the time-out."""
 
         def is_there() -> bool | None:
             return self.store.check([key]) or None
@@ -238,7 +238,7 @@ class Session:
 
     @contextmanager
     def bounded(self, timeout: timedelta) -> Iterator[None]:
-        """Let the watch end a wait in which the store itself does not answer; raise `PeerError` for a lost store."""
+        """Let the watch end a wait in which the store does not answer; raise `PeerError` for a lost store."""
         try:
             with self._deadline(timeout):
                 yield
@@ -248,10 +248,10 @@ class Session:
             raise self.find_cause(host) or PeerError(host, self.hosts[host], "lost", words) from error
 
     def find_cause(self, host: int | None = None) -> DdpkitError | None:
-        """Wait until it is known who failed or left: the cause of a broken connection. None if nobody did.
+        """Wait until it is known which rank failed or left and so broke a connection. None if none did.
 
         Args:
-            host: The rank to which the connection led, None if that is not known.
+            host: Rank at the other end of the connection, None if unknown.
         """
         failures, store_answers = self.failures, True
         with self._deadline(_CAUSE_TIMEOUT) as deadline:
@@ -262,7 +262,7 @@ class Session:
                         failures.look_up()
                 except DdpkitError as error:
                     return error
-                except RuntimeError:  # the store has gone too: only the watch can tell
+                except RuntimeError:  # the store is gone, too: only the watch can tell
                     store_answers = False
                 cause = failures.cause(host)
                 if cause or is_last_look:
@@ -285,7 +285,7 @@ class Session:
 
 
 def _lengthen(found: str, name: str, expected: int) -> list[str]:
-    """Read what `_shorten()` wrote."""
+    """Parse the result of `_shorten()`."""
     runs = parse(found, name, {"runs": [tuple[str, int]]}, values=expected)["runs"]
     texts = [one for one, count in runs for _ in range(min(count, expected + 1))]
     if len(texts) != expected:
@@ -294,31 +294,31 @@ def _lengthen(found: str, name: str, expected: int) -> list[str]:
 
 
 def _shorten(texts: list[str]) -> str:
-    """Write the texts of all ranks; equal ones in a row once, with their number."""
+    """Join the texts of all ranks; consecutive equal ones once, with their number."""
     return json.dumps({"runs": [(text, len(list(run))) for text, run in itertools.groupby(texts)]}, ensure_ascii=False)
 
 
-# Waits of all ranks for each other, on torch's key-value store: barriers, and what is built on them.
+# Barriers: waits of all ranks for each other, on torch's key-value store.
 #
-# Those who wait read one counter of the ranks that have arrived. A rank whose time is up, or that has failed, breaks
-# the barrier by a flag in the counter. The first of these writes the reason under `why`, and all ranks raise that, also
-# those that come later. Who is missing is found by a roll call: ranks that were waiting when the barrier broke say so.
+# Waiting ranks read one counter of the ranks that have arrived. A rank that times out or has failed breaks the barrier
+# by a flag in the counter. The first of these writes the reason under `why`, which all ranks raise, late ones included.
+# A roll call finds the missing ranks: ranks that were waiting when the barrier broke answer it.
 
 _BROKEN_FLAG = 1 << 40  # a flag in the counter
-_AT_ONCE = timedelta(seconds=5)  # bound on a wait for a key whose writer is at work
-_ROLL_CALL = 3.0  # seconds in which ranks that have arrived must say so when a barrier has broken
-_NOTED_AFTER = 1.0  # seconds of a wait after which a rank notes where it waits
+_AT_ONCE = timedelta(seconds=5)  # time-out for a key that is being written
+_ROLL_CALL = 3.0  # seconds in which arrived ranks must answer when a barrier has broken
+_NOTED_AFTER = 1.0  # seconds of a wait after which a rank records where it waits
 _MISSING = {"missing": [int], "seconds": float, "elsewhere": dict[str, str]}
 
 
 class StoreBarrier:
-    """One wait of ranks for each other.
+    """One barrier.
 
     Args:
-        session: This rank's.
-        ranks: Those that wait.
-        key: The barrier's, equal on all ranks, "name/number".
-        timeout: Bound on the wait.
+        session: This rank's session.
+        ranks: The waiting ranks.
+        key: Key of the barrier, equal on all ranks, "name/number".
+        timeout: Longest wait.
     """
 
     def __init__(self, session: Session, ranks: Sequence[int], key: str, timeout: timedelta) -> None:
@@ -329,7 +329,7 @@ class StoreBarrier:
         self._timeout = timeout
         self.name = key.rpartition("/")[0]
         self.counter = f"{key}/arrived"
-        self._note = f"waits/{session.rank}"  # where this rank says where it waits
+        self._note = f"waits/{session.rank}"  # where this rank records where it waits
         self._note_at = math.inf
 
     def wait(self) -> None:
@@ -350,17 +350,17 @@ class StoreBarrier:
             self._store.delete_key(self._note)
 
     def call_off(self, failure: Failure) -> None:
-        """Tell the others that this rank has failed. It does not arrive, so that nobody finds the barrier complete."""
+        """Report that this rank has failed. It does not arrive, so that the barrier never looks complete."""
         if self._store.add(self.counter, _BROKEN_FLAG) < 2 * _BROKEN_FLAG:  # the first reason stands
             self._store.set(f"{self._key}/why", failure.to_json())
 
     def _is_complete(self) -> bool | None:
-        """Return True if all have arrived, None if not; raise if that cannot be any more."""
-        if time.monotonic() > self._note_at:  # for those who miss this rank elsewhere
+        """Return True if all have arrived, None if not; raise if that is no longer possible."""
+        if time.monotonic() > self._note_at:  # for ranks that miss this one elsewhere
             self._store.set(self._note, f"waits in {self.name} instead")
             self._note_at = math.inf
         left = [rank for rank in self._session.failures.left if rank in self._ranks]
-        count = self._store.add(self.counter, 0)  # after the look, because who leaves has arrived before
+        count = self._store.add(self.counter, 0)  # after the check for departures: a rank that left has arrived before
         if count >= _BROKEN_FLAG:
             self._store.set(self._present(self._session.rank), "")
             return self._explain()
@@ -374,7 +374,7 @@ class StoreBarrier:
         return None
 
     def _give_up(self) -> bool:
-        """Break the barrier, for the time is up."""
+        """Break the barrier after the time-out."""
         self._store.set(self._present(self._session.rank), "")
         count = self._store.add(self.counter, _BROKEN_FLAG)
         if count < 2 * _BROKEN_FLAG:
@@ -385,7 +385,7 @@ class StoreBarrier:
         return self._explain()
 
     def _call_roll(self, arrived: int) -> list[int]:
-        """Return the ranks that do not say that they wait here too; none if all had arrived before it broke."""
+        """Return the ranks that do not answer that they wait here, too; none if all had arrived before it broke."""
         missing = list(self._ranks)
         deadline = time.monotonic() + _ROLL_CALL
         while len(missing) > len(self._ranks) - arrived and time.monotonic() < deadline:
@@ -397,16 +397,16 @@ class StoreBarrier:
         return f"{self._key}/present/{rank}"
 
     def _note_of(self, rank: int) -> str:
-        """Return where a missing rank has said that it waits, "" if it has not."""
+        """Return where a missing rank recorded that it waits, "" if nowhere."""
         key = f"waits/{rank}"
         return read_text(self._store, key) if self._store.check([key]) else ""
 
     def _explain(self) -> bool:
-        """Raise why the barrier broke; return True if the last rank came just before somebody gave up."""
+        """Raise why the barrier broke; return True if the last rank arrived just before another timed out."""
         reason = f"{self._key}/why"
 
         def late() -> DdpkitError:
-            return BarrierTimeoutError(f"{self.name}: a rank gave up and ended before it said why.", [], [])
+            return BarrierTimeoutError(f"{self.name}: a rank timed out and ended before it gave the reason.", [], [])
 
         self._session.wait_for_key(reason, _AT_ONCE, late)
         why = parse(self._store.get(reason), reason, FAILURE, _MISSING)

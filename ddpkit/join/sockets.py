@@ -1,8 +1,8 @@
-"""Connections to other hosts, and those of gloo's group, which are cut when the job has failed.
+"""Connections to other hosts, and gloo's, which are cut after the job has failed.
 
-A collective of gloo's waits for its peers and cannot be called off; destroying the group waits for it, and a DDP model
-keeps the group until the process has ended. A connection that is cut ends the collective, at both ends. What is just
-being written may be lost then, and waited for without end; so what the ranks are in gets time to end by itself first.
+A gloo collective waits for its peers and cannot be cancelled; destroying the group waits for it, and a DDP model keeps
+the group until the process ends. Cutting a connection ends the collective at both ends. Data being written may then be
+lost, and waited for forever; so the ranks' current calls first get time to end by themselves.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from pathlib import Path
 from typing import Any
 
 LOOPBACKS = ("lo", "lo0")  # names of the loopback interface
-SETTLE = 0.5  # seconds in which collectives that can still end do
-_PROBE = 2.0  # seconds in which a host that can be reached accepts or refuses a connection
+SETTLE = 0.5  # seconds for collectives that can still end
+_PROBE = 2.0  # seconds in which a reachable host accepts or refuses a connection
 
 
 def listen(address: str, one_node: bool) -> tuple[socket.socket, tuple[str, int]]:
-    """Open the listener to which the watches of other ranks connect; return it and its address.
+    """Open the listener for the watches of other ranks; return it and its address.
 
     On one node it listens on the loopback interface, which nobody else reaches. On several it listens on the interface
-    of `address` alone, and on all of them only if that is a name, so that the interface is not known.
+    of `address` alone, or on all if that is a name, because the interface is then unknown.
     """
     interfaces = ["127.0.0.1", "::1"] if one_node else [address]
     for interface in interfaces:
@@ -64,7 +64,7 @@ def connect(address: str, port: int, timeout: float) -> socket.socket:
 
 
 def probe(address: str, port: int) -> bool | None:
-    """Return whether somebody listens there; None if the host cannot be reached."""
+    """Return whether a program listens there; None if the host cannot be reached."""
     try:
         connect(address, port, _PROBE).close()
     except ConnectionRefusedError:
@@ -75,17 +75,17 @@ def probe(address: str, port: int) -> bool | None:
 
 
 def is_listening(address: str, port: int) -> bool:
-    """Return whether somebody listens there and can be reached."""
+    """Return whether a program listens there and can be reached."""
     return probe(address, port) is True
 
 
 def encoded(address: str) -> Any:
-    """Encode a host's name for the resolver; for a `str` Python loads a codec, which takes milliseconds."""
+    """Encode a host's name for the resolver: with a `str` Python imports a codec, which takes milliseconds."""
     return address.encode() if address.isascii() else address
 
 
 def is_loopback(address: str | None) -> bool:
-    """Return whether an address, written as the user wrote it, reaches this machine alone."""
+    """Return whether an address, as the user wrote it, reaches this machine alone."""
     if address is None:
         return False
     if address == "localhost":
@@ -97,22 +97,22 @@ def is_loopback(address: str | None) -> bool:
 
 
 def sockets_to(port: int) -> set[int]:
-    """Return this process's sockets that are connected to a port, of whichever host, as inode numbers."""
+    """Return this process's sockets connected to a port, on any host, as inode numbers."""
     return {number for descriptor, number in _open_sockets() if _port_of_peer(descriptor) == port}
 
 
 def sockets_on(port: int) -> set[int]:
-    """Return this process's sockets that have this port themselves: a listener and what it has accepted."""
+    """Return this process's sockets bound to this port: a listener and its accepted connections."""
     return {number for descriptor, number in _open_sockets() if _own_port(descriptor) == port}
 
 
 def sockets_beside(listener: bytes) -> set[int]:
-    """Return the sockets that are waited for together with a listener, in one epoll instance of this process.
+    """Return the sockets that this process polls together with a listener, in one epoll instance.
 
-    gloo has an instance for each group, and the threads of a script have others. Linux lists what each waits for.
+    gloo has an instance per group, and a script's threads have others. Linux lists the sockets of each.
 
     Args:
-        listener: Its address as the kernel writes it, whatever may follow.
+        listener: Its address in the kernel's form, with anything after it.
     """
     with suppress(OSError):
         for name in os.listdir("/proc/self/fdinfo"):
@@ -124,7 +124,7 @@ def sockets_beside(listener: bytes) -> set[int]:
 
 
 def _watched_sockets(name: str) -> dict[int, int]:
-    """Return the sockets that an epoll instance waits for, by descriptor; none for other descriptors."""
+    """Return the sockets of an epoll instance, by descriptor; none for other descriptors."""
     found = {}
     with suppress(OSError):
         lines = Path("/proc/self/fdinfo", name).read_text().splitlines()
@@ -138,7 +138,7 @@ def _watched_sockets(name: str) -> dict[int, int]:
 
 
 def cut(some: set[int], after: float = 0.0) -> None:
-    """End the connections among these sockets, so many seconds later; whoever uses them will find that out."""
+    """Cut these sockets' connections, after this many seconds; their users will notice."""
     if not some:
         return
     time.sleep(after)
@@ -149,21 +149,21 @@ def cut(some: set[int], after: float = 0.0) -> None:
 
 
 def _cut_one(descriptor: int, some: set[int]) -> None:
-    """End the connection of a descriptor, which is closed, if it is still one of these sockets."""
+    """Cut the connection of a descriptor, if it is still one of these sockets, and close the descriptor."""
     try:
-        if os.fstat(descriptor).st_ino in some and _port_of_peer(descriptor):  # gloo would abort for a listener
+        if os.fstat(descriptor).st_ino in some and _port_of_peer(descriptor):  # cutting a listener aborts gloo
             _libc().shutdown(descriptor, socket.SHUT_RDWR)
     finally:
         os.close(descriptor)
 
 
 def _port_of_peer(descriptor: int) -> int:
-    """Return the port to which a socket is connected over the internet protocols, 0 if to none."""
+    """Return the port that an internet socket is connected to, 0 if none."""
     return _port_in(_address(_libc().getpeername, descriptor))
 
 
 def _own_port(descriptor: int) -> int:
-    """Return the port that a socket has in the internet protocols, 0 if none."""
+    """Return the port that an internet socket is bound to, 0 if none."""
     return _port_in(_address(_libc().getsockname, descriptor))
 
 
@@ -174,9 +174,9 @@ def _port_in(address: bytes) -> int:
 
 
 def _address(ask: Any, descriptor: int) -> bytes:
-    """Ask the kernel for an address of a socket; b"" if it has none.
+    """Ask the kernel for a socket's address; b"" if it has none.
 
-    Not by an object of Python's, which may give the socket a time-out: `socket.setdefaulttimeout()`.
+    Not through a Python socket object, which may get a time-out from `socket.setdefaulttimeout()`.
     """
     address, length = ctypes.create_string_buffer(128), ctypes.c_uint32(128)
     if ask(descriptor, address, ctypes.byref(length)) != 0:
@@ -198,7 +198,7 @@ def close(some: set[int]) -> None:
 
 
 def _open_sockets() -> Iterator[tuple[int, int]]:
-    """Yield the descriptor and the inode number of each open socket."""
+    """Yield descriptor and inode number of each open socket."""
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
             descriptor = int(name)

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Pause:
-    """Sleeps between polls: 50 µs at first, then a twentieth of the time waited, at most 20 ms."""
+    """Sleeps between polls: at first 50 µs, then a twentieth of the time waited, at most 20 ms."""
 
     def __init__(self, first: float = 50e-6, longest: float = 0.02) -> None:
         self._seconds = first
@@ -34,11 +34,11 @@ class Pause:
 
     @classmethod
     def among(cls, ranks: int) -> Pause:
-        """Return pauses that leave the store time for the polls of so many ranks."""
+        """Return pauses that leave the store time for the polls of this many ranks."""
         return cls(max(50e-6, 20e-6 * ranks), min(max(0.02, 1e-3 * ranks), 1.0))
 
     def __call__(self) -> None:
-        """Sleep, a little longer than the last time."""
+        """Sleep, a little longer each time."""
         time.sleep(self._seconds)
         self._seconds = min(1.05 * self._seconds, self._longest)
 
@@ -48,10 +48,10 @@ def _nothing() -> None:
 
 
 def call_with_timeout(work: Callable[[], T], seconds: float, check: Callable[[], None] = _nothing) -> T:
-    """Call a function on a thread of its own, and return its value or raise its error.
+    """Call a function in a new thread, and return its value or raise its error.
 
     Args:
-        work: It may never return, because a process that it asks is stopped.
+        work: The function. It may never return, if a process that it asks is stopped.
         seconds: Time limit; after it `TimeoutError` is raised and the thread abandoned.
         check: Called about once a second meanwhile; it ends the wait by raising.
     """
@@ -68,14 +68,14 @@ def call_with_timeout(work: Callable[[], T], seconds: float, check: Callable[[],
     deadline = time.monotonic() + seconds
     try:
         thread.start()
-    except RuntimeError:  # Python 3.12.0 and 3.12.1 start none at exit
+    except RuntimeError:  # Python 3.12.0 and 3.12.1 start no thread at exit
         run()
     else:
         while thread.is_alive() and time.monotonic() < deadline:
             thread.join(min(deadline - time.monotonic(), 1.0))
             check()
     if errors:
-        raise errors.pop()  # this frame must not keep it, for its traceback keeps the frame
+        raise errors.pop()  # this frame must not keep it, because its traceback keeps the frame
     if not results:
         raise TimeoutError(f"no answer within {seconds:g} s")
     return results[0]
@@ -88,7 +88,7 @@ def read_text(store: dist.Store, key: str) -> str:
     """Read a text from the store.
 
     Raises:
-        LaunchError: If it is none.
+        LaunchError: If the value is not text.
     """
     return _decode(store.get(key), key)
 
@@ -97,13 +97,13 @@ def read_texts(store: dist.Store, keys: list[str]) -> list[str]:
     """Read several texts in one call.
 
     Raises:
-        LaunchError: If one of them is none.
+        LaunchError: If one of them is not text.
     """
     return [_decode(data, key) for key, data in zip(keys, store.multi_get(keys), strict=True)]
 
 
 def write_long(store: dist.Store, key: str, text: str) -> list[str]:
-    """Write a text of any length; return the keys that this takes. It can be read once the first is there."""
+    """Write a text of any length; return its keys. It can be read once the first key exists."""
     more = []
     for number, start in enumerate(range(_PIECE, len(text), _PIECE)):
         more.append(f"{key}/{number}")
@@ -113,10 +113,10 @@ def write_long(store: dist.Store, key: str, text: str) -> list[str]:
 
 
 def read_long(store: dist.Store, key: str) -> str:
-    """Read a text that `write_long` wrote.
+    """Read a text from `write_long`.
 
     Raises:
-        LaunchError: If it is none.
+        LaunchError: If it is not one.
     """
     found = read_text(store, key)
     more, space, text = found.partition(" ")
@@ -135,24 +135,24 @@ def _decode(data: bytes, key: str) -> str:
 
 
 def without_prefixes(store: dist.Store) -> dist.Store:
-    """Return the store itself, which others show under a prefix."""
+    """Return the store itself, which others wrap with a prefix."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
 
 
-# The key-value space of MPICH's launcher, by which ranks learn an address that the environment does not tell.
+# The key-value space of MPICH's launcher, through which ranks share an address that the environment does not define.
 #
-# hydra hands each rank a descriptor, whose number is in PMI_FD, on which it speaks the PMI-1 wire protocol.
+# hydra passes each rank a descriptor, in PMI_FD, for the PMI-1 wire protocol.
 
 
 def has_pmi() -> bool:
-    """Return whether the launcher has handed down its descriptor."""
+    """Return whether the launcher has passed its descriptor."""
     return "PMI_FD" in os.environ
 
 
 def share_over_pmi(value: str | None) -> str:
-    """Give rank 0's value to all ranks; the others pass None. Collective.
+    """Send rank 0's value to all ranks; the others pass None. Collective.
 
     Raises:
         LaunchError: If the launcher does not answer.
@@ -162,8 +162,8 @@ def share_over_pmi(value: str | None) -> str:
             return _share(pipe, value)
     except OSError as error:
         raise LaunchError(
-            f"The MPI launcher does not answer on the descriptor in PMI_FD ({error}). Is this a process that a "
-            "rank has started? It inherits the launcher's variables but is no rank: start it without PMI_RANK and "
+            f"The MPI launcher does not answer on the descriptor in PMI_FD ({error}). Did a rank start this process? "
+            "It inherits the launcher's variables but is not a rank: start it without PMI_RANK and "
             "PMI_SIZE."
         ) from error
 
@@ -180,7 +180,7 @@ def _share(pipe: FileIO, value: str | None) -> str:
 
 
 def _ask(pipe: FileIO, command: str) -> dict[str, str]:
-    """Send a command and return the fields of the answer, one line of name=value."""
+    """Send a command; return the fields of the answer, one line of name=value."""
     pipe.write(f"cmd={command}\n".encode())
     line = b""
     while not line.endswith(b"\n"):
@@ -193,12 +193,12 @@ def _ask(pipe: FileIO, command: str) -> dict[str, str]:
 
 log = logging.getLogger(__name__)
 _NAME_PATIENCE = 60.0  # seconds: a headless service's name may appear late
-_GREETING = 60.0  # seconds that a store under load may take to answer
+_GREETING = 60.0  # seconds for a busy store to answer
 _NEWS = 5.0  # seconds after which a wait for rank 0 is logged
 
 
 class PortTaken(LaunchError):
-    """Rank 0 found somebody else at MASTER_PORT."""
+    """Rank 0 found MASTER_PORT in use."""
 
     def __init__(self, message: str, address: str, port: int) -> None:
         super().__init__(message)
@@ -207,7 +207,7 @@ class PortTaken(LaunchError):
 
 
 def store_outlives_ranks(launch: Launch) -> bool:
-    """Return whether the process that started the ranks hosts the store, so that it outlives their restart."""
+    """Return whether the process that started the ranks hosts the store, which then survives their restart."""
     if launch.kind == "torchrun":
         return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return launch.kind == "spawn"
@@ -224,13 +224,13 @@ def open_store(address: str, port: int, is_host: bool, timeout: timedelta) -> di
 
 
 def find_master(launch: Launch, timeout: timedelta) -> tuple[dist.Store, str, int]:
-    """Open the store where the launcher gives no MASTER_ADDR: over MPICH's key-value space, or on the only node."""
+    """Open the store without MASTER_ADDR: through MPICH's key-value space, or on the only node."""
     one_node = launch.local_world_size == launch.world_size
     if has_pmi():
         return _find_over_pmi(launch, "127.0.0.1" if one_node else socket.getfqdn(), timeout)
     if not one_node:
         raise LaunchError(
-            f"{launch.kind} started ranks on several nodes and tells no address to meet at. Set MASTER_ADDR to the "
+            f"{launch.kind} started ranks on several nodes but sets no address to meet at. Set MASTER_ADDR to the "
             "host of rank 0 and MASTER_PORT to a free port there: mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29400 ..."
         )
     address = "127.0.0.1"
@@ -262,9 +262,9 @@ def _host(address: str, port: int, timeout: timedelta) -> dist.Store:
 
 
 def host_on(host: str) -> dist.TCPStore:
-    """Host a store on a free port of the interface of `host` alone, or of all if only its name is known.
+    """Host a store on a free port of `host`'s interface alone, or on all interfaces if only its name is known.
 
-    Before torch 2.8 the store takes no socket of ours, and listens on all.
+    Before torch 2.8 the store cannot use an existing socket, and listens on all.
     """
     if torch.__version__ < "2.8":
         return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
@@ -277,17 +277,17 @@ def connect_to_store(address: str, port: int, timeout: timedelta) -> dist.Store:
     """Connect to the store at this address.
 
     Raises:
-        LaunchError: If something other than a store listens there, or does not answer.
+        LaunchError: If the listener there is not a store, or does not answer.
     """
     patience = min(timeout.total_seconds(), _GREETING)
-    try:  # torch waits without a bound for the answer to its greeting
+    try:  # torch waits without a time-out for the answer to its greeting
         return call_with_timeout(lambda: dist.TCPStore(address, port, is_master=False, timeout=timeout), patience)
     except (RuntimeError, TimeoutError) as error:
-        raise LaunchError(f"What listens at {address}:{port} is not the store of a job: {error}.") from None
+        raise LaunchError(f"The program listening at {address}:{port} is not the store of a job: {error}.") from None
 
 
 def wait_for_listener(address: str, port: int, deadline: float) -> None:
-    """Wait until somebody listens there; torch's own client would log C++ stacks and wait for twice the time-out."""
+    """Wait for a listener there; torch's own client would log C++ stacks and wait for twice the time-out."""
     start = time.monotonic()
     pause = Pause(0.02, 1.0)
     logged = False
@@ -310,7 +310,7 @@ def wait_for_listener(address: str, port: int, deadline: float) -> None:
 
 
 def _resolve(address: str, patience: float) -> None:
-    """Wait until a host's name is known."""
+    """Wait until a host's name resolves."""
     if not re.fullmatch(r"[\w.:%-]+", address):
         raise LaunchError(f"MASTER_ADDR={address!r} is neither a host name nor an address. Set it to rank 0's host.")
     deadline = time.monotonic() + patience
@@ -328,7 +328,7 @@ def _resolve(address: str, patience: float) -> None:
 
 
 def reachable(address: str | None, port: int | None) -> str:
-    """Return this host's address as the other ranks reach it: that of its end of a connection to the store."""
+    """Return this host's address for the other ranks: that of its end of a connection to the store."""
     if address is None or port is None:
         return socket.gethostname()
     with sockets.connect(address, port, 10) as connection:

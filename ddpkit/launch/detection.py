@@ -25,17 +25,17 @@ from .launch import (
 
 
 def detect_launch(env: Mapping[str, str] | None = None) -> Launch:
-    """Find out how this process was started, as far as environment variables tell.
+    """Detect from environment variables how this process was started.
 
     Args:
-        env: The variables, by default this process's. An empty one counts as missing.
+        env: The variables; by default this process's. An empty one counts as missing.
 
     Returns:
-        The launch; of kind "single", rank 0 of 1, if nothing hints at a launcher.
+        The launch; of kind "single", rank 0 of 1, without signs of a launcher.
 
     Raises:
-        LaunchError: If the hints are incomplete or contradict each other. The message names everything that is missing
-            or wrong, what was found and what to do.
+        LaunchError: If the variables are incomplete or contradictory. The message names everything that is missing or
+            wrong, what was found and what to do.
 
     Example:
         >>> launch = detect_launch({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"})
@@ -62,24 +62,24 @@ def detect_launch(env: Mapping[str, str] | None = None) -> Launch:
         if platforms:
             title = f"one of several nodes of {next(iter(platforms.values()))}"
             launcher = launcher._replace(title=title, start=START_ON_NODES)
-        return Reading(launcher, env).launch()  # raises, for something is missing
+        return Reading(launcher, env).launch()  # raises, because something is missing
     return _single(env)
 
 
 def _find_mpi_or_slurm(env: Mapping[str, str]) -> Launcher | None:
-    """Return the launcher whose variables are there, the first in the order of belief."""
+    """Return the launcher whose variables are set, the first in the table."""
     found = [launcher for launcher in MPI_AND_SLURM if any(sign in env for sign in launcher.signs)]
     if found and found[0].kind == "submitit" and env.get("SUBMITIT_LOCAL_NTASKS") == "1":
-        found = found[1:]  # a lone task may start a launcher, which hands its variables on
+        found = found[1:]  # a lone task may start a launcher, which passes its variables on
     if not found:  # a container may have passed on only some of a Slurm task's variables
         return SLURM if environment.number(env.get("SLURM_PROCID")) > 0 else None
     if found[0].kind == "pmi" and "MPI_LOCALRANKID" not in env:
-        return found[-1]  # srun --mpi=pmi2 speaks PMI too
+        return found[-1]  # srun --mpi=pmi2 speaks PMI, too
     return found[0]
 
 
 def _read_mpirun(launcher: Launcher, env: Mapping[str, str]) -> Reading:
-    """Read the variables of a launcher that tells no address to meet at, though its user may (mpirun -x)."""
+    """Read the variables of a launcher that sets no address, though its user may (mpirun -x)."""
     reading = Reading(launcher, env)
     if reading.values.get("world_size") == 1:
         meet_nobody(reading)
@@ -92,7 +92,7 @@ def _read_mpirun(launcher: Launcher, env: Mapping[str, str]) -> Reading:
 
 
 def _read_platform(env: Mapping[str, str], launcher: Launcher | None) -> Reading:
-    """Read RANK and its kin, which are complete; refuse fewer ranks than this launcher has started processes."""
+    """Read RANK etc., which are complete; raise for fewer ranks than this launcher started processes."""
     reading = Reading(PLATFORM, env)
     names = [launcher.needs[field] for field in RANKS] if launcher else []
     if names and all(name in env for name in names) and RANKS.keys() <= reading.values.keys():
@@ -108,7 +108,7 @@ def _read_platform(env: Mapping[str, str], launcher: Launcher | None) -> Reading
 
 
 def _refuse_copies(reading: Reading) -> None:
-    """Refuse a launch of one process in each of several.
+    """Raise for a launch of one process in each of several.
 
     A Flux instance may span the tasks of a Slurm step, and a shell in a step is one of its tasks.
     """
@@ -128,7 +128,7 @@ def _single(env: Mapping[str, str]) -> Launch:
     evidence = [f"{name}={env[name]}" for name in (*RANKS.values(), *LOCAL.values()) if name in env]
     ignored = [f"{name}={env[name]}" for name in MASTER.values() if name in env]
     if ignored:
-        evidence.append(f"{', '.join(ignored)} ignored: nothing tells of other ranks")
+        evidence.append(f"{', '.join(ignored)} ignored: nothing indicates other ranks")
     warning = warn_of_allocation(env, *ALLOCATIONS)
     if warning:
         evidence.append(FORGOTTEN + warning)
@@ -136,12 +136,12 @@ def _single(env: Mapping[str, str]) -> Launch:
     return Launch("single", 0, 1, 0, 1, 0, 1, evidence=tuple(evidence))
 
 
-# A Slurm step. Only its own variables tell the place of a task: SLURM_NTASKS and SLURM_JOB_NODELIST are the job's, and
-# layouts may be uneven.
+# A Slurm step. Only the step's own variables give the place of a task: SLURM_NTASKS and SLURM_JOB_NODELIST are the
+# job's, and layouts may be uneven.
 
 
 def read_step(env: Mapping[str, str]) -> Reading:
-    """Read what a task is told of its step, and derive the address at which all tasks meet."""
+    """Read a task's place in its step, and derive the address at which all tasks meet."""
     step = Reading(SLURM, env)
     host = step.read("SLURM_STEP_NODELIST", first_host)
     layout = env.get("SLURM_STEP_TASKS_PER_NODE", "")
@@ -161,7 +161,7 @@ def read_step(env: Mapping[str, str]) -> Reading:
 
 
 def _derive_address(step: Reading, host: str | None) -> None:
-    """Let all tasks meet on the step's first node, where rank 0 runs unless the layout is arbitrary."""
+    """Make all tasks meet on the step's first node, where rank 0 runs unless the layout is arbitrary."""
     if "MASTER_ADDR" in step.env or not host:
         return
     several = step.values.get("num_nodes", 1) > 1
@@ -181,11 +181,11 @@ def _derive_port(step: Reading) -> None:
     ids = [step.read(name, str) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
     port = derive_port(*map(str, ids))
     step.values["master_port"] = port
-    step.evidence.append(f"port {port} follows from job and step")
+    step.evidence.append(f"port {port} is derived from job and step")
 
 
 def first_host(text: str) -> str:
-    """Return the first host name that Slurm's short form stands for; raise `ValueError` if it is none.
+    """Return the first host name in Slurm's compressed list; raise `ValueError` if there is none.
 
     >>> first_host("gpu-a[01-03,7]-x,b5")
     'gpu-a01-x'

@@ -1,4 +1,4 @@
-"""Read what a launcher tells, and find signs of ranks or nodes where it tells too little."""
+"""Read a launcher's variables, and find signs of ranks or nodes where it sets too few."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from ..errors import LaunchError
 from .launch import ALLOCATIONS, LOCAL, MASTER, RANKS, Launch, Launcher
 
-# Platforms that start a process on each node and leave the ranks there to torchrun: where it is forgotten, each would
-# believe to be alone.
+# Platforms that start one process per node and leave the ranks to torchrun: without it, each process would consider
+# itself alone.
 
 
-_PLATFORMS = {  # by the variable that has the number of nodes, or their list
+_PLATFORMS = {  # by the variable with the number of nodes, or their list
     "SKYPILOT_NUM_NODES": "SkyPilot",
     "DSTACK_NODES_NUM": "dstack",
     "LWS_GROUP_SIZE": "a LeaderWorkerSet",
@@ -37,12 +37,12 @@ START_ON_NODES = (
 
 
 def nodes(env: Mapping[str, str]) -> dict[str, str]:
-    """Find the platforms that say that this is one of several nodes, by the variable that says so."""
+    """Return the platforms that report several nodes, by the variable that reports it."""
     return {name: title for name, title in _PLATFORMS.items() if _count(env.get(name, "")) > 1}
 
 
 def processes(env: Mapping[str, str]) -> list[str]:
-    """Name the variables that say that this is one of several processes."""
+    """Return the variables that report several processes."""
     found = []
     for name in ("RANK", "LOCAL_RANK", "PMIX_RANK"):
         told_alone = env.get(name) == "0" and env.get("WORLD_SIZE") == "1"
@@ -52,7 +52,7 @@ def processes(env: Mapping[str, str]) -> list[str]:
 
 
 def number(text: str | None) -> int:
-    """Return a number, or the greatest of a range such as torchrun's 1:4; 0 for another text."""
+    """Return a number, or the maximum of a range such as torchrun's 1:4; 0 for another text."""
     found = re.fullmatch("(?:[0-9]+:)?([0-9]{1,9})", text or "")
     return int(found[1]) if found else 0
 
@@ -62,10 +62,10 @@ def _count(text: str) -> int:
     return number(text) or len(re.findall(r"[^\s,;]+", text))
 
 
-# Reading what a launcher tells.
+# Read a launcher's variables.
 
 _VARIABLE_LENGTH = 200  # characters of a variable in an error
-_BOUNDS = (  # a rank is below, a size at most
+_BOUNDS = (  # a rank is below a size; a part is at most the whole
     ("rank", "world_size"),
     ("local_rank", "local_world_size"),
     ("local_rank", "world_size"),
@@ -76,15 +76,15 @@ _BOUNDS = (  # a rank is below, a size at most
 
 
 class Reading:
-    """The variables of one launcher, as this process finds them.
+    """The variables of one launcher, as found in this process.
 
     Attributes:
         launcher: The launcher.
         env: The environment variables.
-        values: By field of `Launch`, what could be read.
-        missing: Names of variables that should be there.
-        wrong: Sentences about those that make no sense.
-        evidence: "NAME=value" of each that was used, and in words what was concluded.
+        values: Values that could be read, by field of `Launch`.
+        missing: Names of missing variables.
+        wrong: Sentences about invalid ones.
+        evidence: "NAME=value" of each variable used, and conclusions in words.
     """
 
     def __init__(self, launcher: Launcher, env: Mapping[str, str]) -> None:
@@ -94,7 +94,7 @@ class Reading:
         self.missing: list[str] = []
         self.wrong: list[str] = []
         self.evidence: list[str] = []
-        self._names = {}  # by field, that of its variable: the first of alternatives that is set
+        self._names = {}  # variable of each field: the first alternative that is set
         for field, alternatives in (launcher.needs | launcher.takes).items():
             names = alternatives.split("|")
             self._names[field] = next((name for name in names if name in env), names[0])
@@ -108,7 +108,7 @@ class Reading:
                     self.values[field] = value
 
     def read(self, name: str, parse: Callable[[str], Any]) -> Any:
-        """Return the value of a variable; None, with a note, if it is missing or wrong."""
+        """Return the value of a variable; None, with a note, if it is missing or invalid."""
         if name not in self.env:
             self.missing.append(name)
             return None
@@ -120,14 +120,14 @@ class Reading:
             return None
 
     def said(self, field: str) -> str:
-        """Write where a value comes from, such as "RANK=3"."""
+        """Return the source of a value, such as "RANK=3"."""
         name = self._names.get(field, "")
         if name not in self.env:
             name = field
         return f"{name}={self.values[field]}"
 
     def check_agreement(self, names: Mapping[str, str]) -> None:
-        """Note where other variables, by field, tell something else."""
+        """Note where other variables, by field, contradict the values."""
         for field, name in names.items():
             if name not in self.env or field not in self.values:
                 continue
@@ -137,10 +137,10 @@ class Reading:
                 self.wrong.append(f"{clash} (does a job script export it? then unset it there)")
 
     def launch(self) -> Launch:
-        """Make the launch.
+        """Return the launch.
 
         Raises:
-            LaunchError: If something is missing or wrong.
+            LaunchError: If something is missing or invalid.
         """
         self._conclude()
         self._check_bounds()
@@ -149,7 +149,7 @@ class Reading:
         return Launch(self.launcher.kind, **self.values, evidence=tuple(self.evidence))
 
     def _conclude(self) -> None:
-        """Fill in what follows from the values."""
+        """Derive further fields from the values."""
         values = self.values
         if values.get("world_size") == 1:
             values.setdefault("num_nodes", 1)
@@ -187,7 +187,7 @@ class Reading:
 
 
 def filled(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that hold something; a rank of -1 is how many scripts say that they are not distributed."""
+    """Return the variables that are not empty; many scripts set a rank of -1 for "not distributed"."""
     found = {name: text.strip() for name, text in env.items() if text.strip()}
     if found.get("WORLD_SIZE", "1") == "1":
         for name in ("RANK", "LOCAL_RANK"):
@@ -203,27 +203,27 @@ def meet_nobody(reading: Reading) -> None:
 
 
 def warn_of_allocation(env: Mapping[str, str], *names: str) -> str | None:
-    """Return a sentence if one of these variables tells of several tasks, of which this process is none."""
+    """Return a warning if one of these variables reports several tasks and this process is not one of them."""
     for name in names:
         tool = ALLOCATIONS[name]
         if env.get(name, "1") != "1":
             return (
-                f"{name}={env[name]}, but this process is none of {tool}'s tasks (a batch script, or a shell in an "
+                f"{name}={env[name]}, but this process is not one of {tool}'s tasks (a batch script, or a shell in an "
                 f"allocation), so it runs alone: start the ranks with {tool}"
             )
     return None
 
 
 def derive_port(*parts: str) -> int:
-    """Return a port that follows from the parts alone, from 10000 to 29499.
+    """Derive a port from the parts alone, from 10000 to 29499.
 
-    That is below the range from which Linux takes ports by itself, and torch's 29500.
+    This is below the range from which Linux assigns ports, and below torch's 29500.
     """
     return 10_000 + zlib.crc32("\0".join(parts).encode()) % 19_500
 
 
 def _parse(field: str, text: str) -> Any:
-    """Return the value of a field of `Launch`; raise `ValueError` if the text is none."""
+    """Convert the value of a field of `Launch`; raise `ValueError` if the text is invalid."""
     if field == "master_addr":
         return text
     least = 0 if field.endswith("rank") else 1

@@ -1,19 +1,19 @@
-"""A process's place in a job: what the rest of the library knows of how it was started."""
+"""A process's place in a job, and the table of launchers that define it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-FORGOTTEN = "warning: "  # begins a line of evidence that the user should see
+FORGOTTEN = "warning: "  # start of a line of evidence to show to the user
 
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's place in a job, as far as its environment tells; None where it does not.
+    """This process's place in a job, as far as its environment defines it; None where it does not.
 
     Attributes:
-        kind: "single", "torchrun", "platform" (RANK and its kin, set by a cloud platform or by hand), "slurm",
+        kind: "single", "torchrun", "platform" (RANK etc., set by a cloud platform or by hand), "slurm",
             "openmpi", "mvapich", "jsrun", "horovod", "submitit" (its LocalExecutor), "flux", "pmi" (MPICH, Intel MPI,
             Cray) or "spawn".
         rank: This process's number in the job, from 0.
@@ -24,7 +24,7 @@ class Launch:
         num_nodes: Number of nodes in the job.
         master_addr: Host name or address of rank 0, where the ranks meet.
         master_port: Port there.
-        evidence: The variables that were used, "NAME=value", in the order of use, and in words what was concluded.
+        evidence: The variables used, "NAME=value", in the order of use, and conclusions in words.
 
     Example:
         >>> launch = Launch("platform", 1, 4, master_addr="10.0.0.1", master_port=29500)
@@ -45,28 +45,27 @@ class Launch:
 
 
 def forgotten_launcher(launch: Launch) -> str | None:
-    """Return a sentence to warn with if several tasks were allocated but this process is none of them; else None."""
+    """Return a warning if several tasks were allocated but this process is not one of them; else None."""
     for line in launch.evidence:
         if line.startswith(FORGOTTEN):
             return line.removeprefix(FORGOTTEN)
     return None
 
 
-# The table of launchers: which variable tells what under which of them. A new launcher is a new
-# row. Its order is the order of belief, and the right one wherever launchers were seen inside each
-# other: Open MPI or hydra in an sbatch script, torchrun in srun.
+# The table of launchers: the variables that each of them sets. A new launcher is a new row. The first row that matches
+# wins; the order is right for the nestings seen in practice: Open MPI or hydra in an sbatch script, torchrun in srun.
 
 
 class Launcher(NamedTuple):
-    """A program that starts ranks, and the environment variables in which it tells each of them its place.
+    """A program that starts ranks, and the environment variables that give each its place.
 
     Attributes:
         kind: Its name, that of the `Launch`.
         title: Its name in errors.
-        signs: Variables of which any gives it away.
-        needs: From a field of `Launch` to its variable, or alternatives such as "NODE_RANK|GROUP_RANK".
-        takes: The same, of variables that may be absent.
-        start: Advice where its variables cannot be read.
+        signs: Variables that each identify it.
+        needs: Variable of each field of `Launch`, or alternatives such as "NODE_RANK|GROUP_RANK".
+        takes: The same for optional variables.
+        start: Advice if its variables cannot be read.
     """
 
     kind: str
@@ -90,13 +89,13 @@ _PLACE = {"local_rank": "SLURM_LOCALID", "node_rank": "SLURM_NODEID", "num_nodes
 
 
 def _mpi_row(kind: str, title: str, rank: str, world_size: str, **takes: str) -> Launcher:
-    """Describe a launcher that starts processes and tells each its rank, but not where to meet."""
+    """Describe a launcher that starts processes and sets each one's rank, but no address."""
     needs = {"rank": rank, "world_size": world_size}
     return Launcher(kind, title, (rank, world_size), needs, takes | MASTER)
 
 
 def _world_row(kind: str, title: str, prefix: str) -> Launcher:
-    """Describe one whose variables are called as Open MPI's are, after another prefix."""
+    """Describe one with Open MPI's variable names after another prefix."""
     names = {"local_rank": f"{prefix}LOCAL_RANK", "local_world_size": f"{prefix}LOCAL_SIZE"}
     return _mpi_row(kind, title, f"{prefix}RANK", f"{prefix}SIZE", **names)
 
@@ -106,7 +105,7 @@ TORCHRUN = Launcher("torchrun", "a torchrun job", ("TORCHELASTIC_RUN_ID",), RANK
 PLATFORM = Launcher("platform", "a distributed job", (), RANKS | MASTER, LOCAL | _NODES)
 SLURM = Launcher("slurm", "a Slurm step", ("SLURM_STEP_NUM_TASKS",), _TASK | _PLACE, MASTER)
 MPI_AND_SLURM = (
-    # whose NODE_RANK is no number of a node
+    # its NODE_RANK is not a node's number
     _world_row("openmpi", "an Open MPI job", "OMPI_COMM_WORLD_"),
     _world_row("mvapich", "an MVAPICH job", "MV2_COMM_WORLD_"),
     _world_row("jsrun", "a jsrun job", "JSM_NAMESPACE_"),
@@ -138,7 +137,7 @@ MPI_AND_SLURM = (
     ),
     SLURM,
 )
-# variables of an allocation of several tasks, and the program that starts these; a script in it may mean to run alone
+# variables of an allocation of several tasks, and the program that starts them; a script in it may run alone on purpose
 ALLOCATIONS = {
     "SLURM_NTASKS": "srun",
     "SLURM_JOB_NUM_NODES": "srun",
@@ -146,7 +145,7 @@ ALLOCATIONS = {
     "NHOSTS": "mpirun",
     "PET_NPROC_PER_NODE": "torchrun",
 }
-# variables that differ between the jobs which a launcher runs on one node at a time
+# variables that distinguish the jobs that a launcher runs at the same time on one node
 JOB_IDS = (
     "OMPI_MCA_ess_base_jobid",
     "PMIX_NAMESPACE",

@@ -1,4 +1,4 @@
-"""Facts about a launch that only the process tree tells. Linux; elsewhere it is almost silent."""
+"""Facts about a launch from the process tree. On Linux; elsewhere it finds almost nothing."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ class Agent:
     env: dict[str, str]
 
     def lost(self) -> str:
-        """Say what became of it; "" as long as it lives."""
+        """Describe its end; "" as long as it lives."""
         if runs_since(self.pid, self.born) is not False:
             return ""
-        return f"torchrun (pid {self.pid}), which started it, has gone: it was killed or crashed"
+        return f"torchrun (pid {self.pid}), which started it, was killed or crashed"
 
 
 def find_agent(env: Mapping[str, str], pid: int) -> Agent | None:
-    """Find the torchrun that started a rank: the nearest ancestor that is no rank, or one of another job.
+    """Find the torchrun that started a rank: the nearest ancestor that is not a rank, or is one of another job.
 
     Args:
         env: The environment of the process.
         pid: Its process number.
 
     Returns:
-        The agent; None where `/proc` does not tell (another system, another user's process).
+        The agent; None where `/proc` does not show it (another system, another user's process).
     """
     marks = ["TORCHELASTIC_RUN_ID", "RANK"]
     if env.get("TORCHELASTIC_ERROR_FILE"):
@@ -52,7 +52,7 @@ def find_agent(env: Mapping[str, str], pid: int) -> Agent | None:
 
 
 def ancestors() -> dict[int, str]:
-    """Return the processes above this one and when they were born; only the parent where `/proc` does not tell."""
+    """Return this process's ancestors and their start times; without `/proc`, only the parent."""
     found = {os.getppid(): ""}
     with suppress(OSError, ValueError, IndexError):
         for above in _parents(os.getpid()):
@@ -61,10 +61,10 @@ def ancestors() -> dict[int, str]:
 
 
 def typed_in_terminal(launch: Launch, env: Mapping[str, str], pid: int) -> bool:
-    """Return whether this was typed into the shell of a step of several tasks (`srun -n4 --pty bash`): it runs alone.
+    """Return whether the process was started from the shell of a step of several tasks (`srun -n4 --pty bash`).
 
-    SLURM_PTY_PORT does not tell, for what srun starts from such a shell inherits it. But those tasks have no terminal,
-    and a program that has it because it was given to `srun --pty` is the task itself.
+    Then it runs alone. SLURM_PTY_PORT does not tell, because programs started by srun from such a shell inherit it. But
+    those tasks have no terminal, and a program that got it from `srun --pty` is the task itself.
     """
     if launch.kind != "slurm" or launch.world_size == 1 or launch.rank or not env.get("SLURM_PTY_PORT"):
         return False
@@ -78,22 +78,22 @@ def typed_in_terminal(launch: Launch, env: Mapping[str, str], pid: int) -> bool:
 
 
 def born(pid: int) -> str:
-    """Return when a process started, in the kernel's words, for its number may be given again; "" if it has ended.
+    """Return a process's start time, in the kernel's form, because pids are reused; "" if it has ended.
 
     Raises:
-        OSError: If that cannot be seen now, for example because this process has no more file descriptors.
+        OSError: If it cannot be read now, for example because this process is out of file descriptors.
     """
     try:
         state = _stat(pid)
     except (FileNotFoundError, ProcessLookupError):
         return ""
-    if state[0] in "ZX":  # dead, but its parent has not asked for its exit code
+    if state[0] in "ZX":  # dead, but not yet reaped
         return ""
     return state[19]
 
 
 def own_birth() -> str:
-    """Return when this process started; "" where the system does not tell."""
+    """Return this process's start time; "" where the system does not provide it."""
     try:
         return born(os.getpid())
     except OSError:
@@ -101,13 +101,13 @@ def own_birth() -> str:
 
 
 def boot_id() -> str:
-    """Return the identity of this machine since it was started; raise OSError where the system does not tell."""
+    """Return the identity of this boot of the machine; raise OSError where the system does not provide it."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
 
 
 def runs_since(pid: int, start: str) -> bool | None:
-    """Return whether the process that started then still runs; None where that cannot be seen now."""
+    """Return whether the process with this start time still runs; None where that cannot be read now."""
     try:
         return born(pid) == start
     except OSError:
@@ -115,7 +115,7 @@ def runs_since(pid: int, start: str) -> bool | None:
 
 
 def _parents(pid: int) -> Iterator[int]:
-    """Yield the processes above one, the nearest first; raise where `/proc` does not tell."""
+    """Yield a process's ancestors, the nearest first; raise where `/proc` does not show them."""
     while True:
         pid = int(_stat(pid)[1])
         if pid <= 0:
@@ -124,7 +124,7 @@ def _parents(pid: int) -> Iterator[int]:
 
 
 def environment_of(pid: int, processes: str | os.PathLike[str] = "/proc") -> dict[str, str]:
-    """Return the environment with which a process was started; raise OSError where the system does not tell."""
+    """Return the environment in which a process was started; raise OSError where the system does not provide it."""
     with open(os.path.join(processes, f"{pid}", "environ"), "rb") as file:
         entries = file.read().split(b"\0")
     variables = {}
@@ -136,7 +136,7 @@ def environment_of(pid: int, processes: str | os.PathLike[str] = "/proc") -> dic
 
 
 def child_processes(pid: int | str = "self") -> list[int]:
-    """List the processes whose parent is this one, or another; none where `/proc` does not tell."""
+    """List the children of this process, or of another; none where `/proc` does not show them."""
     found: list[int] = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # a thread has ended
@@ -149,14 +149,14 @@ def _stat(pid: int) -> list[str]:
         return file.read().rpartition(")")[2].split()  # state, parent, process group, session, terminal, ...
 
 
-# Detect a torchrun that was started by each rank of another launch, so that each runs a job of its own.
+# Detect torchruns that each rank of another launch started, so that each runs a separate job.
 
 
 def outer_launch(agent_env: Mapping[str, str], launch: Launch, env: Mapping[str, str]) -> str | None:
-    """Explain of which launch torchrun itself was part, if that launch's processes have started separate torchrun jobs.
+    """Explain which launch started torchrun itself, if that launch's processes run separate torchrun jobs.
 
-    It is right that each process of a launch starts one agent of one torchrun job. That job then has as many agents as
-    the launch has processes (in any order: torchrun's rendezvous sorts them by host name). Where a platform configures
+    Each process of a launch may start one agent of the same torchrun job. That job then has as many agents as the
+    launch has processes (in any order: torchrun's rendezvous sorts them by host name). If a platform configures
     torchrun by PET_NNODES, that is their number, or its range.
 
     Args:
@@ -165,7 +165,7 @@ def outer_launch(agent_env: Mapping[str, str], launch: Launch, env: Mapping[str,
         env: This process's environment.
 
     Returns:
-        The error's text; None if all is right, or if torchrun's environment makes no sense by itself.
+        The error's text; None if all is right, or if torchrun's environment is invalid by itself.
     """
     outside = filled(agent_env)
     agents = env.get("GROUP_WORLD_SIZE", "")
@@ -183,7 +183,7 @@ def outer_launch(agent_env: Mapping[str, str], launch: Launch, env: Mapping[str,
     return (
         f"torchrun was started by rank {outer.rank} of {outer.world_size} of another launch "
         f"({', '.join(outer.evidence[:2])}), but its job has {count}: "
-        "the outer ranks would run separate jobs. Start torchrun once per node with --nnodes, or leave out one of the "
+        "the outer ranks would run separate jobs. Start torchrun once per node with --nnodes, or remove one of the "
         f"two launchers; if this is meant, unset {', '.join(unset)} in front of torchrun."
     )
 
@@ -196,7 +196,7 @@ def _launch_around(outside: Mapping[str, str]) -> Launch:
 
 
 def _expected_agents(outside: Mapping[str, str], outer: Launch) -> range:
-    """Return the numbers of agents that a torchrun job in this environment may have."""
+    """Return the possible numbers of agents of a torchrun job in this environment."""
     nodes = outside.get("PET_NNODES", "")
     if "TORCHELASTIC_RUN_ID" in outside or not re.fullmatch("[0-9]+(:[0-9]+)?", nodes):
         nodes = str(outer.world_size)
@@ -205,10 +205,10 @@ def _expected_agents(outside: Mapping[str, str], outer: Launch) -> range:
 
 
 def unnested_launch() -> tuple[Launch, str]:
-    """Return the launch that the environment describes, and a warning if it may not be what was meant, else "".
+    """Return the launch in the environment, and a warning if it may be unintended, else "".
 
     Raises:
-        LaunchError: If it is refused, or nested in another.
+        LaunchError: If it is invalid, or nested in another.
     """
     launch = detect_launch(os.environ)
     agent = agent_of(launch)
@@ -217,12 +217,12 @@ def unnested_launch() -> tuple[Launch, str]:
         raise LaunchError(outer)
     if typed_in_terminal(launch, os.environ, os.getpid()):
         shells = f"{launch.world_size} shells that srun opened"
-        return Launch("single", 0, 1, 0, 1, 0, 1), f"This was typed into one of {shells}, so it runs alone"
+        return Launch("single", 0, 1, 0, 1, 0, 1), f"This was started from one of {shells}, so it runs alone"
     return launch, forgotten_launcher(launch) or ""
 
 
 def agent_of(launch: Launch) -> Agent | None:
-    """Find torchrun's agent above this process; None where there is none."""
+    """Find torchrun's agent above this process; None if there is none."""
     if launch.kind != "torchrun":
         return None
     return find_agent(os.environ, os.getpid())

@@ -1,8 +1,8 @@
-"""The rank of this process: the one place that knows the current launch. Nothing here talks to other ranks.
+"""The rank of this process, and the only module that stores the current launch. Nothing here communicates.
 
-The launch belongs to the process group that exists. Where somebody makes a group, or replaces ours, the rank is that of
-the new group from then on. Where a group is destroyed the last one's rank stays, until `teardown()`: scripts ask for it
-at their end, and no two processes may believe to be rank 0.
+The launch belongs to the existing process group. If other code creates a group, or replaces ours, the rank is that of
+the new group. If a group is destroyed, its rank stays until `teardown()`: scripts query it at their end, and no two
+processes may consider themselves rank 0.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ..torch_internals import current_group, no_group, reference
 from .detection import detect_launch
 from .launch import Launch
 
-_launch: Launch | None = None  # set by setup(), which fills in what the environment does not tell
+_launch: Launch | None = None  # set by setup(), which completes what the environment does not define
 _group: Callable[[], Any] = no_group  # the group that it belongs to
 
 
 def current_launch() -> Launch:
-    """Return the launch of the group that exists or was the last; before there is one, what the environment says."""
+    """Return the launch of the current or last group; before there is one, that of the environment."""
     group = current_group()
     if group is not None and group is not _group():
         set_launch(launch_of_group())
@@ -31,14 +31,14 @@ def current_launch() -> Launch:
 
 
 def set_launch(launch: Launch | None) -> None:
-    """Remember the launch and that it belongs to the group that exists now, or forget both."""
+    """Store the launch for the current group, or clear both."""
     global _launch, _group
     _launch = launch
     _group = reference(current_group()) if launch else no_group
 
 
 def launch_of_group() -> Launch:
-    """Return the launch of a group that somebody else made: the environment's if it agrees, else the group's own."""
+    """Return the launch of a foreign group: the environment's if it agrees, else the group's own."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     try:
         launch = detect_launch(os.environ)
@@ -46,7 +46,7 @@ def launch_of_group() -> Launch:
             return launch
     except LaunchError:
         pass
-    return Launch("platform", rank, world_size, evidence=("a process group that was there before",))
+    return Launch("platform", rank, world_size, evidence=("an existing process group",))
 
 
 def get_rank() -> int:
@@ -73,7 +73,7 @@ def get_local_rank() -> int:
     """Return this process's number on its node, from 0.
 
     Raises:
-        NotSetUpError: If the launcher does not tell it; `setup()` finds it out by asking the other ranks.
+        NotSetUpError: If the launcher does not set it; `setup()` gets it from the other ranks.
 
     Example:
         >>> get_local_rank()
@@ -86,7 +86,7 @@ def get_local_world_size() -> int:
     """Return the number of this job's processes on this node.
 
     Raises:
-        NotSetUpError: If the launcher does not tell it; `setup()` finds it out by asking the other ranks.
+        NotSetUpError: If the launcher does not set it; `setup()` gets it from the other ranks.
 
     Example:
         >>> get_local_world_size()
@@ -99,7 +99,7 @@ def get_node_rank() -> int:
     """Return this node's number in the job, from 0.
 
     Raises:
-        NotSetUpError: If the launcher does not tell it; `setup()` finds it out by asking the other ranks.
+        NotSetUpError: If the launcher does not set it; `setup()` gets it from the other ranks.
 
     Example:
         >>> get_node_rank()
@@ -142,6 +142,6 @@ def is_local_main_process() -> bool:
 def _known(value: int | None, name: str) -> int:
     if value is None:
         raise NotSetUpError(
-            f"The launcher does not tell the {name}. Call ddpkit.setup() first: it asks the other ranks."
+            f"The launcher does not set the {name}. Call ddpkit.setup() first: it gets it from the other ranks."
         )
     return value

@@ -1,4 +1,4 @@
-"""Give the ranks the gradients that one process would have, on all their samples: with micro-batches, and uneven."""
+"""Compute the gradients of one process on all ranks' samples, with micro-batches and uneven batches."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ Loss = TypeVar("Loss", Tensor, float)
 
 @contextmanager
 def accumulate(model: nn.Module, step: int, every: int, last: bool = False) -> Iterator[bool]:
-    """Cover forward and backward of one micro-batch; gradients travel only with a step's last.
+    """Wrap forward and backward of one micro-batch; only the step's last one synchronises gradients.
 
-    Gradients of the micro-batches add up: divide each loss by `every`, or scale it with
-    `global_mean`. A plain model needs nothing and gets nothing but the answer. With `static_graph`
-    torch has to synchronise a first backward, so the first micro-batch of every step travels too.
+    Gradients of the micro-batches add up: divide each loss by `every`, or use `global_mean`. On a
+    plain model it only yields. With `static_graph` torch must synchronise a first backward, so the
+    first micro-batch of every step synchronises, too.
 
     Args:
-        model: The model that `wrap_model` returned, one that torch's `fully_shard` was applied to, or a
+        model: The model that `wrap_model` returned, one with torch's `fully_shard` applied, or a
             module that contains such models (an `nn.ModuleList` of several).
-        step: The micro-batch's number, from 0; optimiser steps complete at multiples of `every`.
+        step: Index of the micro-batch, from 0; optimiser steps complete at multiples of `every`.
         every: Micro-batches per optimiser step.
-        last: True for the last micro-batch of an epoch, which completes a step that would stay
-            incomplete. It must be the same on every rank.
+        last: True for the last micro-batch of an epoch, which completes an incomplete step. The same
+            on every rank.
 
     Yields:
         True if this micro-batch completes the step: then call `optimizer.step()`.
 
     Raises:
-        TypeError: If the model is no module, or sharded in another way.
+        TypeError: If the model is not a module, or is sharded in another way.
         ValueError: If `every` or `step` is out of range.
 
     Example:
@@ -76,7 +76,7 @@ def accumulate(model: nn.Module, step: int, every: int, last: bool = False) -> I
 
 @contextmanager
 def _no_gradient_sync(module: Any) -> Iterator[None]:
-    """Do for a module of `fully_shard` what `no_sync` of DDP does."""
+    """Do for a `fully_shard` module what DDP's `no_sync` does."""
     module.set_requires_gradient_sync(False, recurse=False)
     try:
         yield
@@ -90,27 +90,27 @@ def global_mean(loss_sum: Loss, count: SupportsFloat) -> Loss: ...
 def global_mean(loss_sum: nn.Module, count: SupportsFloat) -> None: ...
 @untraced
 def global_mean(loss_sum: Any, count: Any) -> Any:
-    """Scale a sum of losses, or its gradients, to a mean over all ranks' samples. Collective.
+    """Scale a sum of losses, or its gradients, to the mean over all ranks' samples. Collective.
 
-    DDP and `average_gradients` take the mean of the ranks' gradients, which is wrong as soon as
-    ranks hold different numbers of samples (or tokens): here each sample counts the same. On one
-    process it is a division by `count`.
+    DDP and `average_gradients` average gradients over ranks, which is wrong if the ranks' numbers of
+    samples (or tokens) differ. Here each sample counts the same. On one process it divides by
+    `count`.
 
     Args:
-        loss_sum: The loss summed over this rank's samples; without samples, that of an empty batch:
-            it is 0 and still has a graph for DDP to synchronise. Or the model, after `backward()`
-            of such sums: then its gradients are scaled in place, which with accumulation needs no
-            count in advance.
-        count: Number of those samples, or their total weight; 0 is fine as long as some rank has
-            samples. With accumulation: of all micro-batches of the step.
+        loss_sum: Loss summed over this rank's samples; without samples, that of an empty batch, which
+            is 0 and still has a graph for DDP to synchronise. Or the model, after `backward()` of such
+            sums: its gradients are scaled in place, which with accumulation needs no count in
+            advance.
+        count: Number of those samples, or their total weight; 0 is fine if some rank has samples.
+            With accumulation, of all micro-batches of the step.
 
     Returns:
-        `loss_sum * world size / total count`. Its mean over the ranks (`all_reduce_mean`) is the
-        mean over all samples. None for a model.
+        `loss_sum * world size / total count`. Its mean over ranks (`all_reduce_mean`) is the mean
+        over all samples. None for a model.
 
     Raises:
         MismatchError: On the other ranks, if one raises an error below.
-        TypeError: If the loss is sharded, or a model in another way than by DTensors.
+        TypeError: If the loss is sharded, or a model is sharded other than by DTensors.
         ValueError: If a count is negative or not finite; on every rank, if the total count is 0.
 
     Example:
@@ -137,7 +137,7 @@ def global_mean(loss_sum: Any, count: Any) -> Any:
         elif isinstance(loss_sum, Tensor):
             check_tensors("global_mean()", [("the loss", loss_sum)])
         if isinstance(count, Tensor | np.generic):
-            count = count.item()  # a sum of float16 would overflow
+            count = count.item()  # a float16 sum would overflow
         if not 0 <= count < math.inf:
             raise ValueError(f"global_mean() needs a count of at least 0, got {count}.")
     total = reduce_tree(count, "sum", None, check=True, peers=peers, call="global_mean()")
@@ -153,12 +153,12 @@ def global_mean(loss_sum: Any, count: Any) -> Any:
 
 
 def _scale_gradients(model: nn.Module, factor: float) -> None:
-    """Multiply a model's gradients, in place where they can be written to by themselves."""
+    """Multiply a model's gradients, in place where possible."""
     parameters = [p for p in model.parameters() if p.grad is not None]
     gradients = [local_part(p.grad) for p in parameters]
     fit = can_be_overwritten(gradients)
     for i, p in enumerate(parameters):
-        if not fit[i]:  # before those that it shares memory with are multiplied
+        if not fit[i]:  # before those that share its memory are multiplied
             p.grad = torch.mul(p.grad, factor)  # type: ignore[arg-type]
     for i, gradient in enumerate(gradients):
         if fit[i]:

@@ -1,7 +1,7 @@
 """Scale batch size and learning rate with the number of ranks: plain arithmetic, no torch.
 
-More ranks mean a larger global batch or a smaller share of the same one; which of the two, and the
-fate of the learning rate, is a decision. `ScalePlan` makes it once, prints it, and applies it once.
+More ranks mean a larger global batch, or a smaller share of the same batch, and perhaps another
+learning rate. `ScalePlan` makes that decision once, prints it, and applies it once.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ Rule = Literal["linear", "sqrt", "none"]
 _LINEAR = ("SGD", "LARS")
 _SQRT = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "SparseAdam", "Adagrad", "RMSprop", "Lamb", "LAMB")
 _POWERS = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}
-_SCALED_BY = "lr_scaled_by"  # in the optimizer's groups, so that a checkpoint carries it
+_SCALED_BY = "lr_scaled_by"  # in the optimizer's groups, so that checkpoints contain it
 
 
 def scale_lr(base_lr: float, factor: float, rule: Rule = "linear") -> float:
-    """Scale a learning rate for a batch that is `factor` times as large.
+    """Scale a learning rate for a batch `factor` times as large.
 
     Args:
-        base_lr: The learning rate that suits the base batch.
+        base_lr: Learning rate for the base batch.
         factor: Global batch / base batch, above 0.
         rule: "linear" multiplies by `factor` (SGD, Goyal et al. 2017), "sqrt" by its root (Adam,
-            Malladi et al. 2022), "none" leaves the learning rate alone.
+            Malladi et al. 2022), "none" keeps the learning rate.
 
     Returns:
         The learning rate for the large batch.
 
     Raises:
-        ValueError: If `factor` is not positive and finite, or the rule unknown.
+        ValueError: If `factor` is not positive and finite, or the rule is unknown.
 
     References:
         Goyal et al. 2017, Accurate, Large Minibatch SGD, arXiv:1706.02677 (linear, with warm-up).
@@ -57,18 +57,17 @@ def scale_lr(base_lr: float, factor: float, rule: Rule = "linear") -> float:
 
 
 def warmup_factor(step: int, steps: int, start: float = 0.0) -> float:
-    """Return the factor of the learning rate at a step of a linear warm-up.
+    """Return the learning-rate factor at a step of a linear warm-up.
 
     Args:
-        step: Optimiser steps taken so far, from 0. Pass `step + 1` to spend no step on a factor
-            of 0.
+        step: Optimiser steps taken so far, from 0. Pass `step + 1` to avoid a step at factor 0.
         steps: Length of the warm-up in optimiser steps; 0 means none. Derive it from samples:
             `plan.steps(samples)`.
-        start: The factor at step 0. Goyal et al. 2017 (arXiv:1706.02677) start from the base
-            learning rate, 1 / scale.
+        start: Factor at step 0. Goyal et al. 2017 (arXiv:1706.02677) start from the base learning
+            rate, 1 / scale.
 
     Returns:
-        `start` at step 0, 1.0 from step `steps` on, a straight line between.
+        `start` at step 0, 1.0 from step `steps` on, linear in between.
 
     Example:
         >>> [warmup_factor(step, 4) for step in (0, 1, 4, 99)]
@@ -82,19 +81,18 @@ def warmup_factor(step: int, steps: int, start: float = 0.0) -> float:
 
 
 def rule_for(optimizer: Any) -> Rule:
-    """Return the rule that suits an optimizer.
+    """Return the learning-rate rule for an optimizer.
 
-    It is linear for SGD and LARS, sqrt for Adam, RMSprop, Adagrad, LAMB and their kin. With SGD an
-    update is proportional to the gradient, and k small steps are about one k times as long on the
-    k times larger batch (Goyal et al. 2017). Adam divides by the gradient's own size, which is
-    mostly noise as long as batches are small, and noise shrinks with the root of the batch (Malladi
-    et al. 2022; You et al. 2019).
+    Linear for SGD and LARS; sqrt for Adam, RMSprop, Adagrad, LAMB and their variants. SGD's update is
+    proportional to the gradient, so k small steps are about one k times as long on the k times larger
+    batch (Goyal et al. 2017). Adam divides by the gradient's size, which for small batches is mostly
+    noise, and noise shrinks with the root of the batch (Malladi et al. 2022; You et al. 2019).
 
     Args:
-        optimizer: An optimizer or its class; recognised by the names of its class and base classes.
+        optimizer: An optimizer or its class, recognised by the names of its class and base classes.
 
     Raises:
-        ValueError: If the class is unknown: then choose the rule yourself.
+        ValueError: If the class is unknown; choose the rule yourself.
 
     Example:
         >>> import torch
@@ -113,23 +111,21 @@ def rule_for(optimizer: Any) -> Rule:
 
 @dataclass(frozen=True)
 class ScalePlan:
-    """Plan the batch and the learning rate on several ranks, once, and print the plan.
+    """Adjust batch size or learning rate to the number of ranks, and print the result.
 
     Args:
-        base_batch_size: Samples per optimiser step for which `base_lr` was chosen, on one process.
+        base_batch_size: Samples per optimiser step that `base_lr` was chosen for, on one process.
         base_lr: That learning rate.
         world_size: Number of ranks.
-        keep: "per_rank": each forward keeps `base_batch_size` samples, the global batch grows by
-            the number of ranks and accumulated micro-batches, the learning rate follows the rule.
-            "global": the global batch stays `base_batch_size` and is divided among them; the
-            learning rate stays.
-        rule: "linear", "sqrt", "none", or "auto": that which `rule_for` gives for the optimizer
-            passed to `apply`.
+        keep: "per_rank": each forward has `base_batch_size` samples, the global batch grows with the
+            number of ranks and micro-batches, and the learning rate follows the rule. "global": the
+            global batch stays `base_batch_size` and is split, and the learning rate stays.
+        rule: "linear", "sqrt", "none", or "auto": `rule_for` of the optimizer passed to `apply`.
         accumulation: Micro-batches per optimiser step.
 
     Raises:
         ValueError: If an argument is out of range, or with keep="global" the batch does not divide
-            exactly.
+            evenly.
 
     Example:
         >>> plan = ScalePlan(256, 0.1, world_size=8, rule="linear")
@@ -191,34 +187,34 @@ class ScalePlan:
         """Return the learning rate for the global batch.
 
         Raises:
-            ValueError: If the rule is "auto" and the global batch is not the base: it depends on
-                the optimizer.
+            ValueError: If the rule is "auto" and the global batch differs from the base batch: the
+                learning rate then depends on the optimizer.
         """
         if self.factor == 1:
             return float(self.base_lr)
         if self.rule == "auto":
             raise ValueError(
                 "With rule='auto' the learning rate depends on the optimizer: pass "
-                "rule=rule_for(optimizer). Its class will do."
+                "rule=rule_for(optimizer), or rule_for its class."
             )
         return scale_lr(self.base_lr, self.factor, self.rule)
 
     def steps(self, samples: int) -> int:
         """Return the optimiser steps that `samples` samples take (an epoch, a warm-up).
 
-        An incomplete last one counts as a step.
+        An incomplete last step counts.
         """
         return -(-samples // self.global_batch_size)
 
     def apply(self, optimizer: Any) -> None:
         """Scale the learning rate of every parameter group in place, once.
 
-        Build the optimizer with its base learning rates (they may differ between groups) and call
-        this before any learning-rate scheduler is made. A mark in the groups travels with the
-        optimizer's state dict, so that a run that resumes does not scale twice.
+        Create the optimizer with its base learning rates, which may differ between groups, and call
+        this before creating any scheduler. The groups record it in the optimizer's state dict, so
+        that a resumed run does not scale twice.
 
         Args:
-            optimizer: A torch optimizer; anything with `param_groups`.
+            optimizer: A torch optimizer, or anything with `param_groups`.
 
         Raises:
             ValueError: If the optimizer was scaled before, or a scheduler has already read its
@@ -252,7 +248,7 @@ class ScalePlan:
 
 
 def applied_scales(optimizer: Any) -> list[float | None]:
-    """Return by which factor `ScalePlan.apply()` has scaled each group's learning rate."""
+    """Return the factor by which `ScalePlan.apply()` scaled each group's learning rate."""
     return [group.get(_SCALED_BY) for group in optimizer.param_groups]
 
 
@@ -260,9 +256,9 @@ def _check_unscaled(group: dict[str, Any]) -> None:
     """Raise if an optimizer's group was scaled before, or a scheduler has read it."""
     if _SCALED_BY in group:
         found = f"was already scaled by {group[_SCALED_BY]:g}"
-        raise ValueError(f"This optimizer's learning rate {found}; apply a plan once.")
+        raise ValueError(f"This optimizer's learning rate {found}; apply a plan only once.")
     if "initial_lr" in group:
         raise ValueError(
             "A learning-rate scheduler has already read this optimizer's learning rate (initial_lr "
-            "is set) and would undo the scaling. Apply the plan before making the scheduler."
+            "is set) and would undo the scaling. Apply the plan before creating the scheduler."
         )

@@ -1,4 +1,4 @@
-"""Find a model in its wrappers, and look after its tensors: refuse, overwrite, describe them."""
+"""Unwrap a model; check, overwrite and describe its tensors."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def child_of_wrapper(module: nn.Module) -> str:
-    """Return the name of the attribute in which a wrapper of torch's holds the model.
-
-    It is "" for a module that is no wrapper.
-    """
+    """Return the name of the attribute in which a torch wrapper holds the model; "" if it is not a wrapper."""
     if isinstance(module, DataParallel | DistributedDataParallel):
         return "module"
     if is_compiled(module):
@@ -40,9 +37,9 @@ def unwrap_model(model: DataParallel[M]) -> M: ...
 @overload
 def unwrap_model(model: M | DistributedDataParallel | DataParallel[M]) -> M: ...
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return the model itself, out of DDP, DataParallel and `torch.compile` in any nesting.
+    """Return the model itself, without DDP, DataParallel and `torch.compile` in any nesting.
 
-    A submodule of its own that is called `module` stays where it is.
+    A submodule of the model named `module` stays.
 
     Example:
         >>> net = nn.Linear(2, 1)
@@ -55,7 +52,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def wrapped_paths(model: nn.Module) -> set[str]:
-    """Find the paths in a model at which a wrapper holds a module, such as "actor.module"."""
+    """Find the paths in a model where a wrapper holds a module, such as "actor.module"."""
     found = set()
     for path, module in model.named_modules(remove_duplicate=False):
         child = child_of_wrapper(module)
@@ -65,14 +62,14 @@ def wrapped_paths(model: nn.Module) -> set[str]:
 
 
 def join_path(path: str, name: str) -> str:
-    """Join a dotted path, which may be empty, and the name of a child."""
+    """Join a dotted path, possibly empty, and the name of a child."""
     if not path:
         return name
     return f"{path}.{name}"
 
 
 def strip(name: str, wrapped: set[str]) -> str:
-    """Leave the parts that stand at these paths out of a dotted name."""
+    """Remove the parts at these paths from a dotted name."""
     path = ""
     kept = []
     for part in name.split("."):
@@ -83,27 +80,27 @@ def strip(name: str, wrapped: set[str]) -> str:
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Name a model's parameters, then its buffers, as the model itself does without wrappers."""
+    """Name a model's parameters, then its buffers, as the unwrapped model does."""
     return [*named_parameters(model), *named_buffers(model)]
 
 
 def named_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Name a model's parameters, as the model itself does without wrappers."""
+    """Name a model's parameters, as the unwrapped model does."""
     wrapped = wrapped_paths(model)
     return [(strip(name, wrapped), parameter) for name, parameter in model.named_parameters()]
 
 
 def named_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Name a model's buffers, as the model itself does without wrappers."""
+    """Name a model's buffers, as the unwrapped model does."""
     wrapped = wrapped_paths(model)
     return [(strip(name, wrapped), buffer) for name, buffer in model.named_buffers()]
 
 
 def check_module(call: str, model: object) -> None:
-    """Refuse an argument that is no module.
+    """Raise if an argument is not a module.
 
     Raises:
-        TypeError: If it is none.
+        TypeError: If it is not.
     """
     if isinstance(model, nn.Module):
         return
@@ -114,12 +111,12 @@ def check_module(call: str, model: object) -> None:
 
 
 def without_dtensors(tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Leave out the tensors that `fully_shard` and tensor parallelism have made."""
+    """Drop the tensors that `fully_shard` and tensor parallelism made."""
     return [(name, tensor) for name, tensor in tensors if not is_dtensor(tensor)]
 
 
 def check_tensors(call: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuse tensors whose values are not all on this rank.
+    """Raise if some tensors' values are not all on this rank.
 
     Raises:
         TypeError: If some are sharded.
@@ -139,7 +136,7 @@ def check_tensors(call: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def broadcast_into(tensors: list[Tensor]) -> None:
-    """Overwrite tensors with the values of rank 0, or of the first data-parallel rank. Collective."""
+    """Overwrite tensors with those of rank 0, or of the first data-parallel rank. Collective."""
     peers = current_job.data_parallel()
     check_fingerprint(fingerprint_of("a broadcast of tensors", describe_tensors(dict(enumerate(tensors)))), peers)
     for tensor in tensors:
@@ -148,8 +145,8 @@ def broadcast_into(tensors: list[Tensor]) -> None:
 
 
 def can_be_overwritten(tensors: Iterable[Tensor | None]) -> list[bool]:
-    """Return of each tensor whether it can be overwritten, once those that cannot were replaced by new ones."""
-    memory = set()  # of those that can
+    """Return for each tensor whether it can be overwritten after those that cannot were replaced by new ones."""
+    memory = set()  # of tensors that can be overwritten
     fit = []
     for tensor in tensors:
         if tensor is None or tensor.layout is not torch.strided or not tensor.is_contiguous():

@@ -1,4 +1,4 @@
-"""Compare the ranks' replicas, and make buffers equal: weights that drift apart raise no error."""
+"""Compare the ranks' replicas and make buffers equal: diverging weights raise no error by themselves."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .models import (
 
 _DIFFERENCES_SHOWN = 20  # differences listed in the error
 
-Entries = dict[str, str]  # of one rank: digests of values, by name
+Entries = dict[str, str]  # digests of one rank's values, by name
 
 
 @untraced
@@ -45,39 +45,38 @@ def check_replicas(
     model: nn.Module | list[nn.Module] | tuple[nn.Module, ...],
     optimizer: Optimizer | list[Optimizer] | tuple[Optimizer, ...] | None = None,
 ) -> None:
-    """Raise on every rank unless all hold equal models and optimizers, bit by bit. Collective.
+    """Raise on every rank unless models and optimizers are equal on all, bit by bit. Collective.
 
-    It takes a checksum of every parameter (and whether it is frozen), buffer, optimizer state and
-    hyper-parameter (bit patterns, in order), notes which modules train and which evaluate, and
-    exchanges one digest; only if those differ, the checksums themselves. It costs about 0.5 s per
-    GB on one core, and 8 ms on a GPU (H200), so call it after loading, before saving, or every so
-    many steps.
+    It computes a checksum of every parameter (and whether it is frozen), buffer, optimizer state and
+    hyper-parameter (bit patterns, in order), records which modules train and which evaluate, and
+    exchanges one digest; only if those differ, the checksums. It takes about 0.5 s per GB on one core
+    and 8 ms on a GPU (H200): call it after loading, before saving, or periodically.
 
-    The ranks that compare are the data-parallel ones (`set_data_parallel`). A DTensor (`fully_shard`,
-    tensor parallelism) is compared along those dimensions of its mesh along which it is replicated,
-    each rank's part with the same part on others.
+    The data-parallel ranks compare (`set_data_parallel`). A DTensor (`fully_shard`, tensor
+    parallelism) is compared along the mesh dimensions in which it is replicated: each rank's part
+    with the same part on other ranks.
 
     With DDP, BatchNorm statistics differ between a training forward and the next one, which first
-    sends rank 0's to all (see `broadcast_buffers`): each rank would evaluate with its own.
+    broadcasts rank 0's (see `broadcast_buffers`); each rank would evaluate with its own.
     `sync_buffers` makes them equal.
 
     Args:
-        model: A model, wrapped or not, or a list of them, whose names then begin with the place in
-            it; target networks and averages, which DDP does not look after, are worth a check.
+        model: A model, wrapped or not, or a list of them, whose names then start with the index.
+            Target networks and averages, which DDP does not synchronise, are worth a check.
         optimizer: Its optimizer, or a list of optimizers, of any of these models.
 
     Raises:
-        ReplicaMismatchError: Naming what differs, and on which ranks.
+        ReplicaMismatchError: If they differ; it names what differs, and the ranks.
         MismatchError: On the other ranks, if one raises an error below.
-        TypeError: If a model is no module, an optimizer none of torch's, or one has sharded tensors
-            of another kind, such as FSDP's.
+        TypeError: If a model is not a module, an optimizer is not one of torch's, or tensors are
+            sharded in another way, such as by FSDP.
         ValueError: If a model has lazy tensors that are not initialised yet, or tensors on the meta
             device.
 
     Example:
         >>> check_replicas(nn.Linear(2, 1))  # one process: nothing to compare
 
-        On three, after rank 1 alone changed something::
+        On three ranks, after rank 1 alone changed something::
 
             ddpkit.errors.ReplicaMismatchError: 2 of 10 entries differ between ranks:
               parameter 0.bias: float32[4] #9f0c0e6f on ranks 0, 2; float32[4] #1f6a3cd2 on rank 1
@@ -101,13 +100,13 @@ def check_replicas(
 
 
 def _compare(mine: Entries, peers: Peers | None) -> None:
-    """Raise on every one of these ranks unless their entries are equal. Collective."""
+    """Raise on each of these ranks unless their entries are equal. Collective."""
     if everyone := gather_unless_equal(mine, peers):
         raise ReplicaMismatchError(_explain(everyone))
 
 
 def replicated_parts(values: Mapping[str, Any]) -> dict[dist.ProcessGroup, Entries]:
-    """Describe this rank's parts of DTensors for each group of ranks that should hold the same ones."""
+    """Describe this rank's parts of DTensors for each group of ranks that should hold equal parts."""
     groups: dict[dist.ProcessGroup, Entries] = {}
     for name, value in values.items():
         if not is_dtensor(value) or value.device_mesh.get_coordinate() is None:
@@ -120,7 +119,7 @@ def replicated_parts(values: Mapping[str, Any]) -> dict[dist.ProcessGroup, Entri
 
 
 def _describe(value: Any) -> str:
-    """Describe a value as the data-parallel ranks compare it: of a DTensor they hold different parts."""
+    """Describe a value as the data-parallel ranks compare it; they hold different parts of a DTensor."""
     frozen = ", frozen" if isinstance(value, nn.Parameter) and not value.requires_grad else ""
     if not is_dtensor(value):
         return digest(value) + frozen
@@ -128,7 +127,7 @@ def _describe(value: Any) -> str:
 
 
 def _as_one_module(call: str, model: Any) -> nn.Module:
-    """Return a model, or one module that holds all those of a list, under their places in it."""
+    """Return the model, or one module that holds those of a list, named by index."""
     if not isinstance(model, list | tuple):
         check_module(call, model)
         return cast(nn.Module, model)
@@ -138,7 +137,7 @@ def _as_one_module(call: str, model: Any) -> nn.Module:
 
 
 def _name_optimizers(call: str, optimizer: Any) -> dict[str, Optimizer]:
-    """Name an optimizer, or those of a list by their places in it."""
+    """Name an optimizer, or those of a list by index."""
     if optimizer is None:
         return {}
     named = {"optimizer": optimizer}
@@ -152,7 +151,7 @@ def _name_optimizers(call: str, optimizer: Any) -> dict[str, Optimizer]:
 
 
 def gather_unless_equal(mine: Entries, peers: Peers | None) -> dict[int, Entries]:
-    """Return each rank's entries; {} if they are equal, their names and order included. Collective."""
+    """Return each rank's entries; {} if they are equal, including names and order. Collective."""
     together = hashlib.sha256(repr(mine).encode()).hexdigest()
     if len(set(lifecycle.exchange(together, subset_of(peers)))) == 1:
         return {}
@@ -160,12 +159,12 @@ def gather_unless_equal(mine: Entries, peers: Peers | None) -> dict[int, Entries
 
 
 def _explain(everyone: dict[int, Entries]) -> str:
-    """List the entries that differ, and their values by rank."""
+    """List the entries that differ, with their values by rank."""
     names = {name for entries in everyone.values() for name in entries}
     differing = differing_parts(everyone)
     if not differing:
         disorder = explain_disorder({rank: list(entries) for rank, entries in everyone.items()})
-        return f"The ranks hold equal entries, but in different orders: {disorder}"
+        return f"The ranks hold equal entries in different orders: {disorder}"
     remedy = ""
     if any(name.startswith("buffer ") for name in differing):
         remedy = " (sync_buffers(model) makes buffers equal)"
@@ -180,7 +179,7 @@ def _model_values(model: nn.Module) -> dict[str, Any]:
 
 
 def _modes(model: nn.Module) -> Entries:
-    """Say which modules train and which evaluate, of those that differ from the model."""
+    """Report the training mode of modules that differ from the model's."""
     entries = {}
     wrapped = wrapped_paths(model)
     for path, module in model.named_modules():
@@ -207,29 +206,28 @@ def _optimizer_values(called: str, model: nn.Module, optimizer: Optimizer) -> di
 
 @untraced
 def sync_buffers(model: nn.Module, how: Literal["mean", "broadcast"] = "mean") -> None:
-    """Make a model's buffers, such as BatchNorm's statistics, equal on all ranks. Collective.
+    """Make a model's buffers, such as BatchNorm statistics, equal on all ranks. Collective.
 
-    Parameters are kept equal by DDP; buffers are not: each rank's BatchNorm follows its own
-    batches, so that ranks evaluate, and rank 0 saves, different models. Call this after the last
-    training step before either. Buffers are changed in place; those that are equal already are left
-    alone, to the last bit.
+    DDP keeps parameters equal, but not buffers: each rank's BatchNorm follows its own batches, so
+    ranks evaluate, and rank 0 saves, different models. Call this after the last training step before
+    either. Buffers change in place; equal ones stay the same to the last bit.
 
     Args:
         model: A model, wrapped, compiled or not; the same on every rank.
-        how: "mean" averages the floating buffers over the ranks, as BatchNorm's running mean and
-            variance; those of integers, booleans and complex numbers become rank 0's. "broadcast"
-            makes all of them rank 0's.
+        how: "mean" averages floating buffers over ranks, such as BatchNorm's running mean and
+            variance, and sets integer, boolean and complex ones to rank 0's. "broadcast" sets all of
+            them to rank 0's.
 
     Raises:
-        MismatchError: If the buffers' names, dtypes or shapes differ between ranks, on every rank;
-            on the other ranks, if one raises an error below.
-        TypeError: If the model is no module, or has sharded tensors.
+        MismatchError: On every rank, if the buffers' names, dtypes or shapes differ between ranks; on
+            the other ranks, if one raises an error below.
+        TypeError: If the model is not a module, or has sharded tensors.
         ValueError: If `how` is unknown, or a buffer has no value.
 
     Example:
         >>> sync_buffers(nn.BatchNorm1d(2))  # one process: nothing to do
 
-        On two::
+        On two ranks::
 
             sync_buffers(model)    # rank 0, running_mean 1.0
             sync_buffers(model)    # rank 1, running_mean 3.0; both have 2.0

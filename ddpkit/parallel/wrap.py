@@ -1,6 +1,6 @@
-"""Wrap a model in torch's own DDP where the job needs it, and get its names back out of it.
+"""Wrap a model in torch's DDP if the job needs it, and remove wrappers' names from state dicts.
 
-Nothing here is a wrapper of ours: `wrap_model` returns torch's DDP or the model itself.
+`wrap_model` returns torch's DDP or the model itself; ddpkit has no wrapper of its own.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .models import (
     strip,
 )
 
-_DECIDED = {  # options of DDP that are not the caller's
+_DECIDED = {  # DDP options that the caller may not set
     "self",
     "module",
     "device_ids",
@@ -70,46 +70,44 @@ def wrap_model(
     broadcast_buffers: bool = True,
     **options: Any,
 ) -> M | DistributedDataParallel | DataParallel[M]:
-    """Move a model to this rank's device and wrap it in DDP if there are several. Collective.
+    """Move a model to this rank's device and, on several ranks, wrap it in DDP. Collective.
 
-    After it every rank holds rank 0's parameters and buffers. Call it before the optimizer is
-    built, and before `torch.compile`. The keyword options only matter where DDP is used.
+    Every rank then holds rank 0's parameters and buffers. Call it before creating the optimizer and
+    before `torch.compile`. The keyword options only matter for DDP.
 
     Args:
-        model: A plain module, the same on every rank. It is moved in place to `get_device()`; one
-            that spans several devices needs torch's DDP directly, one that is sharded needs
-            nothing.
-        strategy: "auto" is DDP on several ranks and the model itself on one process, or if nothing
-            in it is trainable. "ddp" insists on a process group. "dp" is `torch.nn.DataParallel`:
-            one process, several GPUs, slow.
-        find_unused_parameters: Set it if a forward may leave out parameters; it walks the graph at
-            every step.
+        model: A plain module, the same on every rank. It is moved in place to `get_device()`. A model
+            that spans several devices needs torch's DDP directly; a sharded one needs nothing.
+        strategy: "auto" uses DDP on several ranks, and returns the model itself on one process or if
+            nothing in it is trainable. "ddp" requires a process group. "dp" is
+            `torch.nn.DataParallel`: one process, several GPUs, slow.
+        find_unused_parameters: Set it if a forward may skip parameters; it walks the graph at every
+            step.
         static_graph: Set it if every step uses the same parameters in the same way; cheaper than
-            the former. Not for models through which `torch.autograd.grad` goes, such as for a
-            gradient penalty: DDP would average nothing.
-        sync_batchnorm: Batch statistics over all ranks' samples; accelerators only.
-        broadcast_buffers: Send rank 0's buffers (BatchNorm statistics) to all before every forward;
-            if False, each rank keeps its own after the first. Newer versions of torch call it
-            `forward_sync_buffers`, which is taken, too.
+            `find_unused_parameters`. Not for models used with `torch.autograd.grad`, as in a gradient
+            penalty: DDP would average nothing.
+        sync_batchnorm: Compute batch statistics over all ranks' samples; accelerators only.
+        broadcast_buffers: Broadcast rank 0's buffers (BatchNorm statistics) before every forward; if
+            False, each rank keeps its own after the first. `forward_sync_buffers`, the name in newer
+            versions of torch, works as well.
         **options: Further options of torch's `DistributedDataParallel`, such as `bucket_cap_mb` or
             `gradient_as_bucket_view`; equal on every rank.
 
     Returns:
-        The wrapped model, or `model` itself. `unwrap_model` gives `model` back. On several ranks
-        its forward raises `DdpkitError` once a parameter needs a gradient that is frozen now:
-        nothing would average it. So does a second backward after one forward, but not under
+        The wrapped model, or `model` itself; `unwrap_model` returns `model`. On several ranks its
+        forward raises `DdpkitError` once a parameter that is frozen now needs a gradient, because
+        nothing would average it. So does a second backward after one forward, except under
         `torch.compile`.
 
     Raises:
-        MismatchError: If names, shapes or dtypes of the model's tensors, or the options, differ
-            between ranks, on every rank; on the other ranks, if one raises an error below.
-        DdpkitError: If `strategy` insists on what the job has not got.
-        TypeError: If the model is no module, or is sharded (FSDP, `fully_shard`, tensor
-            parallelism); if DDP has no such option, or `wrap_model` decides it; on any number of
-            ranks.
-        ValueError: If the model is already wrapped, or has tensors that are lazy and not
-            initialised yet, or on the meta device; if `strategy` is unknown, or `sync_batchnorm` is
-            True on CPUs.
+        MismatchError: On every rank, if names, shapes or dtypes of the model's tensors, or the
+            options, differ between ranks; on the other ranks, if one raises an error below.
+        DdpkitError: If the job cannot provide what `strategy` requires.
+        TypeError: If the model is not a module, or is sharded (FSDP, `fully_shard`, tensor
+            parallelism); if DDP has no such option, or `wrap_model` sets it; on any number of ranks.
+        ValueError: If the model is already wrapped, or has lazy tensors that are not initialised yet
+            or tensors on the meta device; if `strategy` is unknown, or `sync_batchnorm` is True on
+            CPUs.
 
     Example:
         >>> net = nn.Linear(2, 1)
@@ -125,7 +123,7 @@ def wrap_model(
         has_group = joined_world_size(peers) > 1 or (strategy == "ddp" and dist.is_initialized())
         _check_strategy(strategy, has_group)
         if has_group and sync_batchnorm and device.type == "cpu":
-            reason = "torch has it for NCCL and XCCL only"
+            reason = "torch supports it with NCCL and XCCL only"
             raise ValueError(f"sync_batchnorm=True needs an accelerator: {reason}.")
     _forget_frozen(model)
     if strategy == "dp":
@@ -137,7 +135,7 @@ def wrap_model(
     described = {name: str(value) for name, value in (switches | options).items()}
     check_fingerprint(fingerprint_of("wrap_model", described | _describe(model)), peers)
     model = model.to(device)
-    if not any(parameter.requires_grad for parameter in model.parameters()):  # DDP refuses it
+    if not any(parameter.requires_grad for parameter in model.parameters()):  # DDP rejects it
         broadcast_into([tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
         return _remember_frozen(model)
     if sync_batchnorm:
@@ -146,7 +144,7 @@ def wrap_model(
     device_ids = [device.index] if has_index else None
     with current_job.peer_errors():
         ddp = DistributedDataParallel(model, device_ids, process_group=group_of(peers), **options)
-    # as an argument, False would skip the first broadcast, too
+    # passed as an argument, False would skip the first broadcast, too
     ddp.broadcast_buffers = broadcast_buffers
     ddp.register_forward_hook(_Backwards().follow)
     return _remember_frozen(ddp)
@@ -157,23 +155,23 @@ def _check_model(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, DataParallel | DistributedDataParallel):
             remedy = "Wrap the plain model, once."
-            raise ValueError(f"The model is already wrapped, in whole or in part. {remedy}")
+            raise ValueError(f"The model is already wrapped, completely or in part. {remedy}")
     check_tensors("wrap_model()", named_tensors(model))
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    """Refuse options that torch's DDP does not take, or not from here, also on one process."""
+    """Raise for options that torch's DDP does not have or `wrap_model` sets, on one process, too."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters.keys() - _DECIDED
     for name in options.keys() - known:
         raise TypeError(
-            f"{no_option('wrap_model()', name, known)} Of torch {torch.__version__} it has those of DDP that it does "
-            f"not decide itself: {', '.join(sorted(known))}. set_data_parallel() says which ranks hold equal models."
+            f"{no_option('wrap_model()', name, known)} With torch {torch.__version__} it takes these options of DDP: "
+            f"{', '.join(sorted(known))}. set_data_parallel() chooses the ranks that hold equal models."
         )
 
 
 def _check_strategy(strategy: str, has_group: bool) -> None:
     if strategy not in ("auto", "ddp", "dp"):
-        remedy = "Pass one model alone, and build its optimizer after it."
+        remedy = "Pass one model alone, and create its optimizer after it."
         raise ValueError(f"strategy must be auto, ddp or dp, got {strategy!r}. {remedy}")
     if strategy == "ddp" and not has_group:
         remedy = "Start the script with torchrun --nproc_per_node=N."
@@ -182,11 +180,11 @@ def _check_strategy(strategy: str, has_group: bool) -> None:
     gpus = count_accelerators()
     if strategy == "dp" and (world_size > 1 or gpus < 2):
         found = f"this job has {world_size} processes and sees {gpus} GPUs"
-        raise DdpkitError(f"strategy='dp' is for 1 process on several GPUs; {found}.")
+        raise DdpkitError(f"strategy='dp' needs 1 process and several GPUs; {found}.")
 
 
 def _describe(model: nn.Module) -> dict[str, str]:
-    """Describe each tensor, as far as it must be equal on all ranks before DDP sends values."""
+    """Describe each tensor by what must be equal on all ranks before DDP broadcasts values."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     texts = describe_tensors(tensors)
     for name, tensor in tensors.items():
@@ -196,9 +194,9 @@ def _describe(model: nn.Module) -> dict[str, str]:
 
 
 def _remember_frozen(model: M) -> M:
-    """Have a model's forward raise once a parameter needs a gradient that is frozen now."""
+    """Make a model's forward raise once a parameter that is frozen now needs a gradient."""
     frozen = [(name, parameter) for name, parameter in named_parameters(model) if not parameter.requires_grad]
-    if frozen and not isinstance(model, torch.jit.ScriptModule):  # which takes no such hook
+    if frozen and not isinstance(model, torch.jit.ScriptModule):  # it takes no such hook
         model.register_forward_pre_hook(functools.partial(_check_frozen, frozen))
     return model
 
@@ -213,42 +211,42 @@ def _forget_frozen(model: nn.Module) -> None:
 
 
 def _check_frozen(frozen: list[tuple[str, Tensor]], *_: Any) -> None:
-    """Refuse a forward if a parameter that was frozen needs a gradient: it would differ between the ranks."""
+    """Raise before a forward if a formerly frozen parameter needs a gradient, which would differ between ranks."""
     if not torch.is_grad_enabled():
         return
     for name, parameter in frozen:
         if parameter.requires_grad:
             raise DdpkitError(
-                f"{name} was frozen when wrap_model() saw it, and needs a gradient now, which would not be "
-                "averaged over the ranks. Unfreeze it before wrap_model(), or wrap unwrap_model(model) "
-                "again; the optimizer must have it, too."
+                f"{name} was frozen in wrap_model() and needs a gradient now, which DDP does not average over "
+                "ranks. Unfreeze it before wrap_model(), or call wrap_model(unwrap_model(model)) again; add it to "
+                "the optimizer, too."
             )
 
 
 class _Backwards:
-    """Refuse a second backward after a forward of a DDP model: DDP averages gradients in the first only.
+    """Raise for a second backward after a forward of a DDP model: DDP averages gradients only in the first.
 
-    A backward is seen where it begins, at the tensors that the forward has returned, and not under `torch.compile`.
+    A backward is detected at the tensors that the forward returned, and not under `torch.compile`.
     """
 
     def __init__(self) -> None:
-        self._forwards = 0  # whose backward averages
-        self._is_expected = False  # the backward that averages
+        self._forwards = 0  # forwards with a backward that averages
+        self._is_expected = False  # whether that backward is expected
         self._is_running = False
 
     def follow(self, model: DistributedDataParallel, _: Any, output: Any) -> None:
-        """Look at the backwards that begin at what a forward has returned."""
+        """Hook the backwards that start at a forward's outputs."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         warn_of_unshared_loader()
-        self._is_running = False  # in one that raised
-        latest = None  # an unsynchronised forward's backward is one more until DDP has averaged
+        self._is_running = False  # the last one may have raised
+        latest = None  # after an unsynchronised forward every backward counts, until DDP has averaged
         if model.require_backward_grad_sync:
             self._forwards += 1
             self._is_expected = True
         else:
             latest = self._forwards
-        # no strong reference: a model that keeps its output would never be freed
+        # no strong reference, or a model that keeps its output would never be freed
         hook = functools.partial(self._begin, weakref.ref(model), latest)
         for tensor in tensors_in(output):
             if tensor.requires_grad and not tensor.is_leaf:  # a leaf would keep the hook
@@ -262,9 +260,9 @@ class _Backwards:
             return  # it is torch.autograd.grad()
         if not self._is_expected and latest != self._forwards:
             raise DdpkitError(
-                "This is a second backward after a forward of the model. DDP averages gradients in the first one only, "
-                "so the ranks' weights would differ. Add up the losses and call backward() once, or call it after "
-                "each forward, before the next one."
+                "This is a second backward after one forward of the model. DDP averages gradients only in the first, "
+                "so weights would differ between ranks. Add up the losses and call backward() once, or call it "
+                "after each forward, before the next one."
             )
         self._is_running = True
         after_backward(self._end)
@@ -276,14 +274,13 @@ class _Backwards:
 def clean_state_dict(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
     """Rename the keys of a wrapped or compiled model's state dict to those of the model itself.
 
-    It is for files of others, of which only the keys are known: `unwrap_model(model).state_dict()`
-    has the right names of a model at hand. `module.` and `_orig_mod.` go wherever they stand in a
-    key, if everything at that level lies under them, which is how wrappers look; so does an only
-    child that was called `module`. One with a sibling keeps its name. The versions that torch keeps
-    beside come along.
+    Use it for files from elsewhere; for a model in memory use `unwrap_model(model).state_dict()`. It
+    removes `module.` and `_orig_mod.` anywhere in a key if everything at that level lies under them,
+    as with wrappers; this includes a genuine only child named `module`. One with a sibling keeps its
+    name. torch's version metadata is kept.
 
     Args:
-        state_dict: A whole state dict; it is not modified.
+        state_dict: A complete state dict; it is not modified.
 
     Returns:
         A new `OrderedDict` with the same values in the same order.

@@ -1,4 +1,4 @@
-"""Start the process of a rank, call functions in it, and describe its stack and its end.
+"""Start a rank's process, call functions in it, and describe its stack and its end.
 
 Shared with `testing`.
 """
@@ -27,12 +27,12 @@ from ..job.leaving import ended_well
 
 R = TypeVar("R", bound="RankProcess")
 _STACK_SIGNAL = signal.SIGUSR2
-_STACK_BEGINS = 3.0  # seconds until a stack comes; a loaded machine may be slow
+_STACK_BEGINS = 3.0  # seconds until a stack arrives; a busy machine may be slow
 _STACK_GOES_ON = 0.1  # seconds from one line to the next
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """Build the environment variables of a rank on this node, which joins the store at `port`."""
+    """Build the environment variables of a rank on this node that joins the store at `port`."""
     env = {key: text for key, text in os.environ.items() if not key.startswith("TORCHELASTIC_")}
     return env | {
         "RANK": str(rank),
@@ -42,7 +42,7 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "DDPKIT_SPAWN": "1",
-        # torch's own init joins the store, too, and hosts none
+        # torch's own init then joins the store, too, instead of hosting one
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
 
@@ -57,11 +57,11 @@ class RankProcess:
     """The process of one rank, and the pipe to it.
 
     Args:
-        rank: The rank's number.
-        env: The environment variables of the process.
+        rank: The rank.
+        env: Environment variables of the process.
         preload: Modules that its forkserver imports.
-        main: Called in the process, with the rank's end of the pipe.
-        *args: More arguments for it.
+        main: Function called in the process, with the rank's end of the pipe.
+        *args: Further arguments for it.
     """
 
     def __init__(
@@ -84,16 +84,16 @@ class RankProcess:
         stack.close()
 
     def next_message(self) -> Any:
-        """Receive a message, None if the rank has died."""
+        """Receive a message; None if the rank has died."""
         try:
-            if not self.pipe.poll():  # it has died, and a child of its holds the pipe
+            if not self.pipe.poll():  # it has died, and one of its children holds the pipe
                 return None
             return self.pipe.recv()
         except (EOFError, OSError):
             return None
 
     def read_stack(self) -> str:
-        """Ask the rank for its stack; say so if it does not answer."""
+        """Request the rank's stack; report if it does not answer."""
         with suppress(ProcessLookupError):  # it has just ended
             os.kill(self.process.pid or 0, _STACK_SIGNAL)
         text = b""
@@ -113,26 +113,26 @@ class RankProcess:
 
 
 def _begin(stack: Connection, env: dict[str, str], main: Callable[..., None], *args: Any) -> None:
-    """Begin as a rank: take its environment, and write its stack when it is asked for."""
+    """Start as a rank: set its environment, and write its stack on request."""
     replace_environment(env)
-    # a loader's workers start in the user's default way, not in the way this process did
+    # a loader's workers start in the user's default way, not in this process's
     multiprocessing.set_start_method(None, force=True)
     faulthandler.register(_STACK_SIGNAL, file=stack.fileno(), all_threads=False)
     main(*args)
 
 
 def wait_for_messages(ranks: list[R], deadline: float) -> list[R]:
-    """Return the ranks that have said something or died, none if the time is up before."""
+    """Return the ranks that have sent something or died; none after the time-out."""
     sources: dict[Any, R] = {}
     for rank in ranks:
         sources[rank.pipe] = rank
-        sources[rank.process.sentinel] = rank  # a child of its may hold the pipe
+        sources[rank.process.sentinel] = rank  # one of its children may hold the pipe
     ready = wait([*sources], timeout=max(0.0, deadline - time.monotonic()))
     return list(dict.fromkeys(sources[source] for source in ready))
 
 
 def describe_exit(process: Any) -> str:
-    """Wait for a process to end and say how: "killed by SIGKILL", or "exited with code 1"."""
+    """Wait for a process to end and describe how: "killed by SIGKILL", or "exited with code 1"."""
     process.join()
     code = process.exitcode
     if -code in set(signal.Signals):
@@ -143,7 +143,7 @@ def describe_exit(process: Any) -> str:
 
 
 def first_cause(errors: Sequence[tuple[int, BaseException]]) -> BaseException:
-    """Choose the first of some ranks' errors that does not only report the failure of another rank."""
+    """Choose the first of some ranks' errors that is more than a report of another rank's failure."""
     _, error = min(errors, key=_is_echo)
     return error
 
@@ -153,11 +153,11 @@ def _is_echo(entry: tuple[int, BaseException]) -> bool:
     return isinstance(error, PeerError) and error.rank != rank
 
 
-# Functions, arguments and results are pickled by name, or else by value.
+# Functions, arguments and results are pickled by name, otherwise by value.
 
 
 def dump_call(caller: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Pickle a function with its arguments; `pickle.loads` gives both back.
+    """Pickle a function with its arguments; `pickle.loads` returns both.
 
     Args:
         caller: Name of the public function that sends them, for the error.
@@ -172,16 +172,16 @@ def dump_call(caller: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> byt
     except Exception as error:
         raise TypeError(
             f"{caller}() cannot send {fn!r} and its arguments to other processes: "
-            f"{message_of(error)}. Put it at the top of a module and import it from there. "
-            "Lambdas, inner functions and what a notebook defines can be sent where cloudpickle "
-            "is installed: pip install cloudpickle."
+            f"{message_of(error)}. Define it at the top level of a module and import it from there. "
+            "Lambdas, inner functions and functions from a notebook need cloudpickle: "
+            "pip install cloudpickle."
         ) from error
 
 
 def dump(value: Any) -> bytes:
-    """Pickle a value by name, or by value with cloudpickle where no other process can import it."""
+    """Pickle a value by name; by value with cloudpickle if other processes cannot import it."""
     try:
-        data = pickle.dumps(value)  # it copies tensors; multiprocessing's own pickler would share them
+        data = pickle.dumps(value)  # copies tensors; multiprocessing's own pickler would share them
         if b"__main__" in data and not can_import(sys.modules["__main__"]):
             raise pickle.PicklingError("it was defined in a notebook, at a prompt or on stdin")
         return data
@@ -192,7 +192,7 @@ def dump(value: Any) -> bytes:
 
 
 def can_import(main: ModuleType) -> bool:
-    """Return whether another process can import the main program: a file or module, no notebook."""
+    """Return whether another process can import the main program: a file or module, not a notebook."""
     if main.__spec__ is not None:
         return True
     file = getattr(main, "__file__", None)
@@ -203,13 +203,13 @@ def can_import(main: ModuleType) -> bool:
 
 
 class Reply(NamedTuple):
-    """The outcome of a call on a rank, on its way to the process that asked for it.
+    """The outcome of a call on a rank, as sent to the caller's process.
 
     Attributes:
-        failed: True if the function raised.
+        failed: Whether the function raised.
         pickled: The result or the exception; empty if the exception cannot be pickled.
-        error_type: The name of the exception's class.
-        message: The exception's text.
+        error_type: Name of the exception's class.
+        message: Text of the exception.
         traceback: Its traceback.
     """
 
@@ -228,9 +228,9 @@ def call_and_reply(
     """Call a function on this rank, and tell the other ranks if it fails.
 
     Args:
-        call: The function and its arguments, by `dump_call`.
-        begin: Called before the function, when it has been imported.
-        may_exit: If true, `sys.exit(0)` is no failure, but ends the function without a result.
+        call: The function and its arguments, from `dump_call`.
+        begin: Called before the function, after its import.
+        may_exit: Whether `sys.exit(0)` ends the function without a result instead of failing.
     """
     try:
         fn, args = pickle.loads(call)
@@ -257,7 +257,7 @@ def open_reply(rank: int, reply: Reply) -> tuple[BaseException | None, Any]:
         value = pickle.loads(reply.pickled)
     except (Exception, SystemExit) as error:
         if not reply.failed:
-            words = f"what it returned cannot be unpickled here: {message_of(error)}"
+            words = f"its result cannot be unpickled here: {message_of(error)}"
             cause = PeerError(rank, host, type(error).__name__, words)
         return cause, None
     if not reply.failed:

@@ -1,4 +1,4 @@
-"""Launch ranks from Python: real processes, joined as torchrun's workers are."""
+"""Launch ranks from Python: real processes, which join as torchrun's workers do."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from .rank_process import (
 )
 
 T = TypeVar("T")
-_AFTER_FAILURE = 10.0  # seconds that the other ranks get to report after the first failure
-_EXITING = 10.0  # seconds in which a rank that has reported ends
+_AFTER_FAILURE = 10.0  # seconds for the other ranks to report after the first failure
+_EXITING = 10.0  # seconds for a rank to exit after its report
 _CHUNK = 1 << 16  # bytes read at a time
-_Decoder = codecs.getincrementaldecoder("utf-8")  # keeps half a character for the next time
+_Decoder = codecs.getincrementaldecoder("utf-8")  # keeps incomplete characters for the next call
 
 
 @overload
@@ -69,32 +69,32 @@ def spawn(
 ) -> Any:
     """Run `fn(*args)` in `nprocs` new processes of one job and return their results.
 
-    `fn` plays the part of a script's `main()` under torchrun: it calls `setup()` or
-    `distributed()` itself. In a script, call `spawn` under `if __name__ == "__main__":`.
+    `fn` corresponds to a script's `main()` under torchrun: it calls `setup()` or `distributed()`
+    itself. In a script, call `spawn` under `if __name__ == "__main__":`.
 
-    Where this process has configured logging, the ranks' records come to its handlers, with the
-    rank in `record.rank`. The ranks' output comes to its `sys.stdout` and `sys.stderr`, also in a
+    If this process has configured logging, its handlers also get the ranks' records, with the rank in
+    `record.rank`. The ranks' output goes to this process's `sys.stdout` and `sys.stderr`, even in a
     notebook.
 
     Args:
-        fn: A function that can be pickled: defined at the top of a module. Where cloudpickle is
-            installed also a lambda, an inner function, or one of a notebook.
+        fn: A function that can be pickled: defined at the top level of a module. With cloudpickle
+            installed also a lambda, an inner function, or one from a notebook.
         nprocs: Number of processes, at least 1.
         *args: Passed to every rank as copies; tensors are not shared.
-        timeout: Bound on the whole run.
-        end_together: Whether the others are ended when a rank has failed. With False, for functions
-            that `survive` the loss of ranks, they are waited for.
+        timeout: Time-out of the whole run.
+        end_together: Whether to end the other ranks when one has failed. With False, for functions
+            that `survive` the loss of ranks, it waits for them.
 
     Returns:
-        The ranks' results, by rank; with `end_together=False`, the exception of a rank that failed
-        in the place of its result.
+        The ranks' results, by rank; with `end_together=False`, a failed rank's exception instead of
+        its result.
 
     Raises:
-        Exception: The exception of the rank that failed first, its rank and traceback in
-            `__cause__`, a `PeerError`. With `end_together=False`, only if all failed.
+        Exception: The exception of the rank that failed first; its `__cause__`, a `PeerError`, has the
+            rank and traceback. With `end_together=False`, only if all failed.
         PeerError: If a process died without an exception, or the exception cannot be pickled.
-        TimeoutError: If the time is up; the message holds every unfinished rank's stack.
-        TypeError: If `fn` or an argument cannot be sent to other processes; before any is started.
+        TimeoutError: After the time-out; the message has the stack of every unfinished rank.
+        TypeError: If `fn` or an argument cannot be sent to other processes; then none is started.
 
     Example:
         >>> spawn(divmod, 2, 7, 2)
@@ -112,14 +112,14 @@ def spawn(
                     env = rank_environment(rank, nprocs, store.port)
                     ranks.append(_SpawnedRank(rank, env, outputs, call))
             return _results(ranks, timeout, end_together)
-        finally:  # also on Ctrl-C
+        finally:  # on Ctrl-C, too
             for process in ranks:
                 process.end()
 
 
 @contextmanager
 def _main_program_of_child() -> Iterator[None]:
-    """Let a program on stdin start processes: multiprocessing would look for a file <stdin>."""
+    """Allow a program on stdin to start processes: multiprocessing would look for a file <stdin>."""
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     if file is None or can_import(main):
@@ -133,12 +133,12 @@ def _main_program_of_child() -> Iterator[None]:
 
 
 class _SpawnedRank(RankProcess):
-    """The process of one rank, and the result or error that it has reported.
+    """The process of one rank, and its reported result or error.
 
     Attributes:
-        done: True once it has returned, raised or died.
-        result: The result of the function.
-        error: The exception of the function, or a description of the process's death.
+        done: Whether it has returned, raised or died.
+        result: Result of the function.
+        error: Exception of the function, or a description of the process's death.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class _SpawnedRank(RankProcess):
         self.error: BaseException | None = None
 
     def receive(self) -> None:
-        """Take one message from the rank: a record for the log, or the reply to the call."""
+        """Receive one message from the rank: a record for the log, or the result of the call."""
         message = self.next_message()
         if isinstance(message, dict):
             record = logging.makeLogRecord(message)
@@ -172,11 +172,11 @@ class _SpawnedRank(RankProcess):
         """End the process, at once if it has not reported yet."""
         if not self.done:
             self.process.kill()
-        self.process.join(_EXITING)  # it has yet to flush its output and to end its own helpers
+        self.process.join(_EXITING)  # it still flushes its output and ends its helper processes
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
-        self.close()  # the rank's lifeline: it exits when this closes
+        self.close()  # the rank exits when this pipe closes
 
 
 def _results(ranks: list[_SpawnedRank], timeout: timedelta, end_together: bool) -> list[Any]:
@@ -196,7 +196,7 @@ def _wait_for_all(
     timeout: timedelta,
     end_together: bool,
 ) -> list[tuple[int, BaseException]]:
-    """Take the ranks' messages until all are done or the time is up; return their errors as they come."""
+    """Receive the ranks' messages until all are done or the time is up; return their errors in order of arrival."""
     deadline = time.monotonic() + timeout.total_seconds()
     errors: list[tuple[int, BaseException]] = []
     while True:
@@ -220,7 +220,7 @@ def _run_rank(
     parent_logging: dict[str, Any],
     call: bytes,
 ) -> None:
-    """Be one rank: call the function and report its result or error."""
+    """Run as one rank: call the function and report its result or error."""
     _redirect(outputs)
     forwarder = _Forwarder(pipe.send)
     forwarder.install(parent_logging)
@@ -237,15 +237,15 @@ def _exit_with_parent(pipe: Connection) -> None:
     os._exit(1)
 
 
-# The output of ranks, which a notebook or a test shows by streams of its own.
+# Forward the output of ranks where a notebook or a test has replaced the streams.
 
 
 @contextmanager
 def _copied_output() -> Iterator[dict[int, Connection]]:
-    """Copy output to this process's own streams: what ranks write to the ends that this yields.
+    """Copy output to this process's own streams from pipes; yield their write ends.
 
-    They are yielded by the descriptor that they replace in the ranks; none where this process has
-    no streams of its own, for then ranks write where it does.
+    They are yielded by the descriptor that they replace in the ranks; none if this process has no streams of its own,
+    because the ranks then write to the same descriptors.
     """
     writers = {}
     outputs = {}
@@ -268,7 +268,7 @@ def _copied_output() -> Iterator[dict[int, Connection]]:
 def _writes_to(stream: TextIO, number: int) -> bool:
     try:
         return stream.fileno() == number
-    except (AttributeError, OSError, ValueError):  # a notebook's stream may have none
+    except (AttributeError, OSError, ValueError):  # a notebook's stream may have no descriptor
         return False
 
 
@@ -285,7 +285,7 @@ def _copy(outputs: dict[Connection, TextIO], ended: Connection) -> None:
 
 
 def _redirect(writers: dict[int, Connection]) -> None:
-    """Let this process write to the ends that `_copied_output` has made."""
+    """Redirect this process's output to the pipes of `_copied_output`."""
     if not writers:
         return
     for number, writer in writers.items():
@@ -293,11 +293,11 @@ def _redirect(writers: dict[int, Connection]) -> None:
         writer.close()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            # by lines also under python -u
+            # line-buffered, even under python -u
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
-# The log records of ranks, which come to the handlers of the process that launched them.
+# Forward the log records of ranks to the handlers of the launching process.
 
 
 def _describe_logging() -> dict[str, Any]:
@@ -316,9 +316,9 @@ def _has_handler(logger: logging.Logger) -> bool:
 
 
 class _Forwarder(logging.Handler):
-    """Send records to the process that launched this rank, and to its handlers and filters.
+    """Sends records to the launching process, for its handlers and filters.
 
-    They travel as text, with added attributes if these are numbers or text.
+    They are sent as text, with those added attributes that are numbers or text.
     """
 
     def __init__(self, send: Callable[[dict[str, Any]], None]) -> None:
@@ -330,9 +330,9 @@ class _Forwarder(logging.Handler):
         self._last: logging.LogRecord | None = None
 
     def install(self, parent: dict[str, Any]) -> None:
-        """Log as the parent does, by its `_describe_logging`.
+        """Log as the parent does, described by its `_describe_logging`.
 
-        Loggers get its levels; those that have handlers there and none here get this one.
+        Loggers get its levels; those with handlers there and none here get this one.
         """
         for name, level in parent["levels"].items():
             logging.getLogger(name).setLevel(level)
@@ -346,13 +346,13 @@ class _Forwarder(logging.Handler):
         os.register_at_fork(after_in_child=self.uninstall)
 
     def uninstall(self) -> None:
-        """Send no more: later records are for this process alone."""
+        """Stop sending: later records stay in this process."""
         for logger in self._loggers:
             logger.removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Send a copy of a record, once, as text."""
-        if record is self._last:  # it was sent from another logger on its way up
+        if record is self._last:  # already sent by another logger on its way up
             return
         self._last = record
         try:

@@ -1,1 +1,1 @@
-"""Going on after the loss of a rank."""
+"""Continue after the loss of a rank."""

@@ -1,4 +1,4 @@
-"""The places of lost ranks in a job that goes on without them, as it tells of them to processes that may take them."""
+"""The places of lost ranks in a job that continues without them, as told to processes that may take them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def address_of(master: str) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class Membership:
-    """What a job that goes on without some of its ranks says of itself.
+    """Membership of a job that continues without some of its ranks.
 
     Attributes:
-        master: Where it began, as "host:port".
-        master_host: The same host as its members reach it.
-        size: Number of its ranks then.
-        regrouping: Number of the last decision on who goes on.
-        members: Those who do, those that came last at the end.
-        addresses: Where each of them can be asked to let somebody in.
-        proof: That a member of the job wrote it.
+        master: Where the job started, as "host:port".
+        master_host: The same host, as its members reach it.
+        size: Number of ranks at the start.
+        regrouping: Number of the last decision on the members.
+        members: The current members, the newest last.
+        addresses: Where each member can be asked to admit a process.
+        proof: Proof that a member of the job wrote this.
     """
 
     master: str
@@ -43,20 +43,20 @@ class Membership:
 
     @classmethod
     def from_json(cls, text: str) -> Membership:
-        """Read a membership; raise `LaunchError` if it is none."""
+        """Parse a membership; raise `LaunchError` if it is none."""
         found = parse(text, "membership", _FORM)
         return cls(**{**found, "addresses": [(host, port) for host, port in found["addresses"]]})
 
     def to_json(self) -> str:
-        """Write it for the store."""
+        """Serialise it for the store."""
         return json.dumps(asdict(self))
 
     def sealed(self, secret: bytes) -> Membership:
-        """Return it with a proof for those who know the secret of the job."""
+        """Return it with a proof for processes that know the job's secret."""
         return Membership.from_json(sealed(secret, _PLACE, self._fields()))
 
     def is_of_job(self, secret: bytes) -> bool:
-        """Return whether a process wrote it that knows this secret."""
+        """Return whether its writer knows this secret."""
         try:
             opened(secret, _PLACE, self.to_json(), "membership", _FIELDS)
         except LaunchError:
@@ -70,27 +70,27 @@ class Membership:
 
     @property
     def master_address(self) -> tuple[str, int]:
-        """Return where it began, as a host and a port."""
+        """Return where the job started, as host and port."""
         return address_of(self.master)
 
     @property
     def open_ranks(self) -> list[int]:
-        """Return the ranks whose place may be taken."""
+        """Return the ranks with a vacant place."""
         return sorted(set(range(self.size)) - set(self.members))
 
     def is_alive(self, rank: int) -> bool:
-        """Return whether this rank is one of those that go on, and has not ended meanwhile."""
+        """Return whether this rank is a member and has not ended."""
         return rank in self.members and is_listening(*self.addresses[self.members.index(rank)])
 
     def __str__(self) -> str:
-        text = f"The job at {self.master} goes on with {len(self.members)} of its {self.size} ranks."
+        text = f"The job at {self.master} continues with {len(self.members)} of its {self.size} ranks."
         if not self.open_ranks:
             return text
         ranks = ", ".join(map(str, self.open_ranks))
         return f"{text} A process that calls ddpkit.survive() may take the place of a lost one: {ranks}."
 
 
-# addresses of the members of jobs at whose end this process was one of them
+# addresses of the members of ended jobs that this process was a member of
 _ended: set[tuple[str, int]] = set()
 
 
@@ -105,7 +105,7 @@ _PLACE = ["membership"]
 
 
 def _is_of_ended_job(membership: str) -> bool:
-    """Return whether that job has ended, and this process was one of those that went on to the end."""
+    """Return whether that job has ended, with this process as a member to the end."""
     return not _ended.isdisjoint(Membership.from_json(membership).addresses)
 
 

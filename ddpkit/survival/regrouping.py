@@ -1,7 +1,7 @@
-"""Agree, where ranks of a job have gone, on who goes on: without the store, which may have gone with them.
+"""Agree on the remaining members of a job after a loss, without the job's store, which may be lost, too.
 
-Each member of a job keeps a store of its own. Those that are left ask all members at once: one whose port is closed has
-ended. The first that answers leads: it waits for the others, and tells them who they are.
+Each member keeps a store of its own. The remaining members ask all members at once; one with a closed port has ended.
+The first that answers leads: it waits for the others, and tells them the members.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from ..parsing import opened, parse, sealed
 from .membership import Membership
 
 log = logging.getLogger(__name__)
-_READING = 2.0  # seconds in which the others read an answer
+_READING = 2.0  # seconds for the others to read an answer
 _BETWEEN_PROBES = 0.05  # seconds
-_LEADERS_PATIENCE = 10.0  # seconds that others wait longer than the one that leads
+_LEADERS_PATIENCE = 10.0  # seconds that others wait longer than the leader
 _DECIDED = "decided"
 
 Address = tuple[str, int]
@@ -44,14 +44,14 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True)
 class Candidate:
-    """What a member says when it asks to go on.
+    """A member's request to continue.
 
     Attributes:
-        member: Its number: its rank when the job began.
-        regroupings: How often it has been told who goes on.
-        steps: The steps that it has committed.
+        member: Its number: its rank at the start of the job.
+        regroupings: Number of decisions it has received.
+        steps: Number of its committed steps.
         is_whole: Whether its states are those of that step, not of the middle of the next.
-        address: Where its own store is, which tells it from another process of this number.
+        address: Address of its store, which distinguishes processes with the same number.
     """
 
     member: int
@@ -63,18 +63,18 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Quorum:
-    """Who goes on, and from where.
+    """The members that continue, and the step they continue from.
 
     Attributes:
-        regrouping: Its number.
+        regrouping: Number of this decision.
         members: In the order of their new ranks.
-        addresses: Where their stores are, in the same order.
-        leader: Who has decided, and hosts the store in which they meet.
-        joining_order: The members, those that came last at the end.
-        steps: The committed steps from which all go on.
-        source: A member that has the states of that step.
-        behind: Those that have not.
-        refusal: Why nobody goes on, "" if the members do.
+        addresses: Addresses of their stores, in the same order.
+        leader: The member that decided, and hosts the store in which they meet.
+        joining_order: The members, the newest last.
+        steps: Number of committed steps to resume from.
+        source: A member with the states of that step.
+        behind: Members without them.
+        refusal: Reason why nobody continues; "" if the members do.
     """
 
     regrouping: int
@@ -95,14 +95,14 @@ _QUORUM = {**get_type_hints(Quorum), "members": [int], "joining_order": [int], "
 def decide(
     leader: int, joining_order: Sequence[int], candidates: Collection[Candidate], unknown: Collection[int], least: int
 ) -> Quorum:
-    """Decide who goes on.
+    """Decide who continues.
 
     Args:
-        leader: Who decides.
-        joining_order: The members until now, those that came last at the end.
-        candidates: Of those that are there.
-        unknown: Members that have not come and may yet live, on the other side of a cut network.
-        least: So many must go on.
+        leader: The deciding member.
+        joining_order: The previous members, the newest last.
+        candidates: Requests of the members that answered.
+        unknown: Members that did not answer but may be alive, across a network partition.
+        least: Smallest number of members.
     """
     addresses = {candidate.member: candidate.address for candidate in candidates}
     members = sorted(addresses)
@@ -111,11 +111,11 @@ def decide(
     able = sorted(candidate.member for candidate in whole if candidate.steps == steps)
     refusal = ""
     if not able:
-        refusal = "no rank that is left has the states of a whole step"
+        refusal = "no remaining rank has the states of a complete step"
     elif len(members) < least:
-        refusal = f"{len(members)} ranks are left, and at least {least} were asked for"
+        refusal = f"{len(members)} ranks remain, but min_ranks is {least}"
     elif not _may_speak_for_all(members, unknown):
-        refusal = f"members {sorted(unknown)} cannot be reached, and may go on without this rank"
+        refusal = f"members {sorted(unknown)} cannot be reached, and may continue without this rank"
     behind = [member for member in members if member not in able]
     number = 1 + max(candidate.regroupings for candidate in candidates)
     places = [addresses[member] for member in members]
@@ -125,43 +125,43 @@ def decide(
 
 
 def _may_speak_for_all(members: Sequence[int], unknown: Collection[int]) -> bool:
-    """Return whether those who are absent cannot be more; of two halves the one with the first member goes on."""
+    """Return whether the absent members cannot be the majority; of two halves the one with the first member wins."""
     if len(members) != len(unknown):
         return len(members) > len(unknown)
     return members[0] < min(unknown)
 
 
 class Rendezvous:
-    """Where the members of a job meet again when some are lost.
+    """Where the members of a job meet again after a loss.
 
     Args:
         member: This process's number.
-        size: Number of members at the beginning.
-        host: By which the others reach it.
-        patience: Seconds to wait for a member that may live.
-        secret: Of the job: who knows it may say who goes on, and ask to. It is in no store.
+        size: Number of members at the start.
+        host: Address at which the others reach this process.
+        patience: Seconds to wait for a member that may be alive.
+        secret: The job's secret: it authorises deciding, and asking, who continues. It is in no store.
 
     Attributes:
-        addresses: Where the members' stores are.
+        addresses: Addresses of the members' stores.
     """
 
     def __init__(self, member: int, size: int, host: str, patience: float, secret: bytes) -> None:
         self.member = member
         self._secret = secret
         self._size = size
-        self._joining_order: list[int] = []  # the members, those that came last at the end
+        self._joining_order: list[int] = []  # the members, the newest last
         self._patience = patience
         self._heartbeat = _Heartbeat(patience)
-        self._noted = 0  # absences, up to when the others have last done something with this member
-        self._excused = 0  # those after which they have
-        self._answered: set[str] = set()  # keys of answers that were given
+        self._noted = 0  # absences before the others last worked with this member
+        self._excused = 0  # absences after which they still did
+        self._answered: set[str] = set()  # keys of answers already given
         self._store = host_store(host)
         self.address = (self._store.host, self._store.port)
         self.addresses: dict[int, Address] = {member: self.address}
 
     @classmethod
     def of_job(cls, session: Session, patience: float, secret: bytes) -> Rendezvous:
-        """Make one on each rank of a job. Collective."""
+        """Create one on each rank of a job. Collective."""
         one_node = len(set(session.nodes)) == 1
         host = "127.0.0.1" if one_node else host_address(session.store)
         rendezvous = cls(session.rank, len(session.nodes), host, patience, secret)
@@ -173,7 +173,7 @@ class Rendezvous:
 
     @classmethod
     def beside(cls, member: int, membership: Membership, patience: float, secret: bytes) -> Rendezvous:
-        """Make that of a process that is to take the place of a lost member."""
+        """Create it for a process that takes the place of a lost member."""
         host = next((reachable(*address) for address in membership.addresses if is_listening(*address)), "")
         if not host:
             raise LaunchError(f"{membership} None of these can be reached now.")
@@ -182,11 +182,11 @@ class Rendezvous:
         return rendezvous
 
     def is_together(self) -> None:
-        """Note that the others have done something with this member since this was last noted."""
+        """Record that the others have worked with this member since the last record."""
         self._excused, self._noted = self._noted, self._heartbeat.absences()
 
     def close(self) -> None:
-        """Let the others see that this member goes on no more."""
+        """Show the others that this member does not continue."""
         self._heartbeat.close()
         del self._store
 
@@ -195,7 +195,7 @@ class Rendezvous:
         return probe(*self.addresses[member]) is False
 
     def _ask(self, members: Collection[int]) -> dict[int, bool | None]:
-        """Return of each member whether it accepts a connection: all at once, for each may take its time."""
+        """Return for each member whether it accepts a connection; all at once, because each may be slow."""
         found: dict[int, bool | None] = {}
 
         def ask(member: int) -> None:
@@ -211,19 +211,19 @@ class Rendezvous:
     def regroup(
         self, me: Candidate, members: Collection[int], least: int, gone: Collection[int]
     ) -> tuple[Quorum, dist.Store]:
-        """Agree on who goes on.
+        """Agree on who continues.
 
         Args:
-            me: What this rank says.
-            members: Those of the job that has lost some.
-            least: So many must go on.
-            gone: Those who have said themselves that they do not.
+            me: This rank's request.
+            members: The members before the loss.
+            least: Smallest number of members.
+            gone: Members that announced that they do not continue.
 
         Returns:
-            The quorum, and the store in which those who go on meet.
+            The quorum, and the store in which its members meet.
 
         Raises:
-            LaunchError: If nobody goes on, or the others without this rank.
+            LaunchError: If nobody continues, or the others continue without this rank.
         """
         candidates = set(members) - set(gone)
         while True:
@@ -237,7 +237,7 @@ class Rendezvous:
             candidates.remove(leader)
 
     def arrived(self, lost: Collection[int]) -> list[int]:
-        """Return those of some lost members in whose place a process has come to this one, and waits."""
+        """Return the lost members in whose place a process waits at this one."""
         found = []
         for member in lost:
             arrived = self._read_candidate(member)
@@ -250,10 +250,10 @@ class Rendezvous:
         return found
 
     def come_in(self, me: Candidate, membership: Membership, timeout: timedelta) -> tuple[Quorum, dist.Store] | None:
-        """Wait until the members of a job let this process in.
+        """Wait until the members of a job admit this process.
 
         Returns:
-            The quorum, and the store in which all meet; None if those have gone of which the membership tells.
+            The quorum, and the store in which all meet; None if the members of the membership have ended.
         """
         deadline = time.monotonic() + timeout.total_seconds()
         for member in membership.members:
@@ -264,12 +264,12 @@ class Rendezvous:
         return None
 
     def _follow(self, leader: int, me: Candidate, seconds: float) -> tuple[Quorum | None, dist.Store]:
-        """Wait for the quorum of a member that may lead; None if it has ended or does not answer."""
-        try:  # on another thread, for the leader may be stopped, and its store not answer
+        """Wait for the quorum of a possible leader; None if it has ended or does not answer."""
+        try:  # on another thread: a stopped leader's store does not answer
             return call_with_timeout(
                 lambda: self._ask_leader(leader, me, seconds), seconds, lambda: self._check(leader)
             )
-        except (RuntimeError, TimeoutError):  # the leader has ended, or is out of reach
+        except (RuntimeError, TimeoutError):  # the leader has ended, or cannot be reached
             return None, self._store
 
     def _ask_leader(self, leader: int, me: Candidate, seconds: float) -> tuple[Quorum, dist.Store]:
@@ -301,7 +301,7 @@ class Rendezvous:
             raise RuntimeError(f"member {leader} has ended")
 
     def _lead(self, me: Candidate, members: Collection[int], least: int, gone: Collection[int]) -> Quorum:
-        """Wait for those that live, and tell them who goes on."""
+        """Wait for the members that are alive, and tell them who continues."""
         deadline = time.monotonic() + self._patience
         candidates = {self.member: me}
         answers: dict[int, str] = {}
@@ -315,8 +315,8 @@ class Rendezvous:
                     continue
                 candidate, answer = arrived
                 if member in set(members) - ended and candidate.address != self.addresses[member]:
-                    continue  # another process of this number, which has lived on without the job
-                if candidate.address != self.addresses.get(member):  # it comes in the place of one that has ended
+                    continue  # another process with this number, which lived on outside the job
+                if candidate.address != self.addresses.get(member):  # it takes the place of one that has ended
                     ended.discard(member)
                     self._joining_order = [other for other in self._joining_order if other != member]
                     self.addresses[member] = candidate.address
@@ -331,14 +331,14 @@ class Rendezvous:
             pause()
         present = [candidate for member, candidate in candidates.items() if member not in ended]
         was_away = self._heartbeat.absences() > self._excused
-        unknown = absent | (ended if was_away else set())  # they may have gone on, and ended well
+        unknown = absent | (ended if was_away else set())  # they may have continued, and ended normally
         quorum = decide(self.member, self._joining_order, present, unknown, least)
         self._write_quorum(quorum, _DECIDED)
         for member, answer in answers.items():
             self._store.delete_key(_candidate_key(member))
             self._write_quorum(quorum, answer)
         self._answered.update(answers.values())
-        if quorum.refusal:  # by which this process ends
+        if quorum.refusal:  # this process ends with it
             self._wait_for_readers(list(answers.values()))
         return quorum
 
@@ -348,7 +348,7 @@ class Rendezvous:
             time.sleep(0.01)
 
     def _read_candidate(self, member: int) -> tuple[Candidate, str] | None:
-        """Return what has come under this number, and where it waits for an answer; delete what a stranger wrote."""
+        """Return the request under this number, and where it waits for an answer; delete foreign writes."""
         key = _candidate_key(member)
         if not self._store.check([key]):
             return None
@@ -357,10 +357,10 @@ class Rendezvous:
             host, port = found.pop("address")
             answer = found.pop("answer")
             candidate = Candidate(**found, address=(host, port))
-            if candidate.member == member and answer not in self._answered:  # else a stranger repeats it
+            if candidate.member == member and answer not in self._answered:  # else a replay
                 return candidate, answer
         except LaunchError:
-            log.warning("a process that does not know the secret of this job wants to go on in it as rank %d", member)
+            log.warning("a process that does not know the secret of this job asks to continue in it as rank %d", member)
         self._store.delete_key(key)
         return None
 
@@ -372,11 +372,11 @@ class Rendezvous:
         return Quorum(**{**found, "addresses": [(host, port) for host, port in found["addresses"]]})
 
     def _accept(self, quorum: Quorum) -> Quorum:
-        """Take over a quorum by which this process goes on; raise `LaunchError` if it does not."""
+        """Adopt a quorum with this process in it; raise `LaunchError` otherwise."""
         if quorum.refusal:
-            raise LaunchError(f"The ranks that are left cannot go on: {quorum.refusal}.")
+            raise LaunchError(f"The remaining ranks cannot continue: {quorum.refusal}.")
         if self.address not in quorum.addresses:
-            raise LaunchError("The other ranks have gone on without this one, which they took for lost.")
+            raise LaunchError("The other ranks have continued without this one, which they considered lost.")
         self._joining_order = quorum.joining_order
         self.addresses |= dict(zip(quorum.members, quorum.addresses, strict=True))
         return quorum
@@ -387,9 +387,9 @@ def _candidate_key(member: int) -> str:
 
 
 def host_store(host: str, port: int | None = None) -> dist.TCPStore:
-    """Host a store whose sockets forked children close: a port that a worker holds open looks like a living rank.
+    """Host a store that forked children close: otherwise a worker that holds the port looks like a living rank.
 
-    Where a port is asked for, it listens on all interfaces, as torch's.
+    With a given port it listens on all interfaces, as torch's does.
     """
     if port is None:
         store = host_on(host)
@@ -407,10 +407,10 @@ def _inherited() -> set[int]:
 
 
 class _Heartbeat(threading.Thread):
-    """Notices that this process was stopped for so long that the others may have gone on without it.
+    """Detects that this process was stopped for so long that the others may have continued without it.
 
     Args:
-        patience: For how many seconds they wait.
+        patience: Seconds that the others wait.
     """
 
     def __init__(self, patience: float) -> None:
@@ -422,42 +422,42 @@ class _Heartbeat(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Look at the clock again and again."""
+        """Compare the clock periodically."""
         while not self._over.wait(self._patience / 10):
             self.absences()
 
     def absences(self) -> int:
-        """Return how often this process was stopped; any thread may call it."""
+        """Return how often this process was stopped; safe in any thread."""
         last, self._last = self._last, time.monotonic()
         if self._last > last + self._patience:
             self._absences += 1
         return self._absences
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         self._over.set()
 
 
-# Let processes in that come to take the place of lost ranks: where the job began, it tells where it is now.
+# Admit processes that take the place of lost ranks, by serving the membership where the job started.
 
 _BETWEEN_LOOKS = 0.2  # seconds
-_BETWEEN_CALLS = 1.0  # seconds, at the address where the job began
+_BETWEEN_CALLS = 1.0  # seconds, at the address where the job started
 _PATIENCE = timedelta(seconds=5)  # for the store there
 
 
 class Admission(threading.Thread):
-    """The thread by which a rank lets others in, in a job that has lost some.
+    """The thread with which a rank admits processes to a job that has lost some.
 
     Args:
-        membership: What to tell them.
-        tells: Whether this process tells it, where the job began.
-        is_at_master: Whether it is on the host where that was, and can open a store there.
-        rendezvous: Where they come to; None if they come to another rank.
-        on_arrival: Called with the ranks that have come, at last.
-        store: The one there, if this process hosts it already.
+        membership: Membership to serve.
+        tells: Whether this process serves it where the job started.
+        is_at_master: Whether it is on that host, and can open a store there.
+        rendezvous: Where processes arrive; None if they arrive at another rank.
+        on_arrival: Called with the ranks that have arrived, at the end.
+        store: The store there, if this process already hosts it.
 
     Attributes:
-        store: The one in which it tells, if this process hosts it.
+        store: The store in which it serves, if this process hosts it.
     """
 
     def __init__(
@@ -477,15 +477,15 @@ class Admission(threading.Thread):
         self._on_arrival = on_arrival
         self.store = store
         self._has_told = False
-        self._acting = threading.Lock()  # so that nothing is done after `close()`
+        self._acting = threading.Lock()  # so that nothing happens after `close()`
         self._over = threading.Event()
         self.start()
 
     def run(self) -> None:
-        """Look who has come, until somebody has."""
+        """Check for arrivals until there is one."""
         next_call = 0.0
         while self._is_needed() and not self._over.wait(_BETWEEN_LOOKS):
-            with suppress(OSError, RuntimeError):  # what does not answer now may later
+            with suppress(OSError, RuntimeError):  # no answer now may mean an answer later
                 if self._tells and time.monotonic() >= next_call:
                     next_call = time.monotonic() + _BETWEEN_CALLS
                     self._tell_at(*self._membership.master_address)
@@ -503,14 +503,14 @@ class Admission(threading.Thread):
         return bool(self._membership.open_ranks) or (self._tells and not self._has_told)
 
     def close(self) -> dist.Store | None:
-        """Let nobody in any more; return the store. The thread may take a moment to end."""
+        """Stop admitting; return the store. The thread may take a moment to end."""
         self._over.set()
         with self._acting:
             store, self.store = self.store, None
         return store
 
     def _tell_at(self, host: str, port: int) -> None:
-        """Refuse each start of a job there by the membership: in our own store, or in that of a new rank 0."""
+        """Answer each start of a job there with the membership: in our own store, or in that of a new rank 0."""
         if self._has_told:
             return
         if self.store is None and is_listening(host, port):
@@ -525,7 +525,7 @@ class Admission(threading.Thread):
 
 
 def _refuse_start(store: dist.Store, membership: Membership) -> None:
-    """Refuse a start of which a new rank 0 hosts the store, unless it is complete: then it is another job."""
+    """Refuse a start hosted by a new rank 0, unless it is complete: then it is another job."""
     latest = Generation.latest(store)
     if latest is None or latest.is_complete():
         return

@@ -1,4 +1,4 @@
-"""The states of a run's last whole step, which those who go on without a lost rank give each other."""
+"""The states of the last complete step, which the remaining ranks synchronise after a loss."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from ..torch_internals import remove_hooks
 from .regrouping import Quorum
 
 _CALL = "survive()"
-_MOST_TIMES = 16  # bytes that the states of another rank may have, for each of this one's: its optimizer may be new
-_MOST_BESIDES = 64 << 20  # bytes
+_MOST_TIMES = 16  # largest ratio of another rank's bytes to this one's: its optimizer may be new
+_MOST_BESIDES = 64 << 20  # bytes in addition
 
 
 class Resumable(Protocol):
-    """A loader that can tell where it is, and go on from there."""
+    """A loader that can report and restore its position."""
 
     def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
     def load_state_dict(self, state: Any) -> None: ...  # noqa: D102
 
 
 class KeptStates:
-    """The states of the last step that was whole: those that steps change are as they are, the others are copies."""
+    """The states of the last complete step: those that steps change by reference, the others as copies."""
 
     def __init__(self, states: tuple[Any, ...]) -> None:
         self.steps = 0
@@ -50,7 +50,7 @@ class KeptStates:
         self._positions: list[dict[str, Any]] = []
         optimizers = _optimizers_in(states)
         if not optimizers and any(p.requires_grad for module in self._modules for p in module.parameters()):
-            raise TypeError("survive() needs the optimizer, one of torch.optim's, to know when a step begins.")
+            raise TypeError("survive() needs an optimizer of torch.optim, to know when a step begins.")
         check_saveable({type(state).__name__: state.state_dict() for state in self._states})
         self._handles = [optimizer.register_step_pre_hook(self._begin_step) for optimizer in optimizers]
         self._copy()
@@ -60,7 +60,7 @@ class KeptStates:
         self.is_whole = False
 
     def commit(self) -> None:
-        """Take the present states for those of a whole step."""
+        """Take the current states for those of a complete step."""
         current_job.hold_failures(True)
         self._positions = [loader.state_dict() for loader in self._loaders]
         self._copy()
@@ -69,7 +69,7 @@ class KeptStates:
         current_job.hold_failures(False)
 
     def _copy(self) -> None:
-        """Copy what may change before a step begins: in a forward, or with a scaler that skips the step."""
+        """Copy what may change before a step begins: in a forward, or by a scaler that skips the step."""
         self._buffers = [buffer.clone() for buffer in self._live_buffers()]
         self._copies = [copy.deepcopy(state.state_dict()) for state in self._small]
         self._random = get_rng_state()
@@ -78,17 +78,17 @@ class KeptStates:
         return [buffer for module in self._modules for buffer in module.buffers()]
 
     def begin(self) -> None:
-        """Begin an attempt, which makes loaders anew."""
+        """Begin an attempt, which creates new loaders."""
         self._loaders = []
 
     def add_loader(self, loader: Resumable) -> None:
-        """Keep a loader's position; put it where the one before it was that came as the same in order."""
+        """Record a loader's position; restore that of the loader with the same index before it."""
         number = len(self._loaders)
         position = loader.state_dict()
-        if "batches" in position:  # it counts those of so many ranks
+        if "batches" in position:  # it counts batches of a number of ranks
             raise TypeError(
-                "After a failure the loader must go on with fewer ranks, which it cannot inside an "
-                "epoch: survive() needs one in training, over a dataset with a length, with one of "
+                "After a failure the loader must resume on fewer ranks, but it cannot do so inside an "
+                "epoch: survive() needs a training loader, over a dataset with a length, with one of "
                 "ddpkit's samplers."
             )
         if number < len(self._positions):
@@ -98,7 +98,7 @@ class KeptStates:
 
     @torch.no_grad()
     def put_back(self, quorum: Quorum, member: int) -> None:
-        """Give all who go on the states of the step from which they do. Collective."""
+        """Give the quorum the states of the step that it resumes from. Collective."""
         for module in self._modules:
             module.zero_grad(set_to_none=True)
         release_models(self._modules)
@@ -121,13 +121,13 @@ class KeptStates:
         self.is_whole = True
 
     def close(self) -> None:
-        """Watch optimizers no more."""
+        """Remove the optimizer hooks."""
         for handle in self._handles:
             handle.remove()
 
 
 def release_models(models: list[nn.Module]) -> None:
-    """Let DDP models of a group that has gone average no gradients of these models any more, if somebody keeps them."""
+    """Stop DDP models of a former group, if the script still holds them, from averaging these models' gradients."""
     wanted = set(map(id, models))
     for wrapper in gc.get_objects():
         if issubclass(type(wrapper), DistributedDataParallel) and id(wrapper.module) in wanted:
@@ -140,8 +140,8 @@ def share_data(mine: Any, src: int) -> Any:
     Unlike `broadcast()` it unpickles nothing: data are read by the rules of `torch.load(weights_only=True)`.
 
     Args:
-        mine: This rank's, from which it follows how large those of `src` may be.
-        src: The rank that gives its own.
+        mine: This rank's value, which bounds the size of `src`'s.
+        src: The source rank.
     """
     if not lifecycle.joined():
         return mine
@@ -168,7 +168,7 @@ def share_data(mine: Any, src: int) -> Any:
     stand_ins = list(find_stand_ins("states", given).values())
     size = sum(tensor.nbytes for tensor in stand_ins)
     if size > most:
-        raise LaunchError(f"Rank {src} sends states of {size} bytes, and at most {most} are expected: not of this job.")
+        raise LaunchError(f"Rank {src} sends states of {size} bytes, but at most {most} are expected: not of this job.")
     for tensor, is_on_cpu in zip(stand_ins, on_cpu, strict=True):
         device = torch.device("cpu") if is_on_cpu else current_job.get_device()
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
@@ -182,7 +182,7 @@ def _is_dense_tensor(value: Any) -> bool:
 
 
 def _optimizers_in(states: tuple[Any, ...]) -> list[Optimizer]:
-    """List torch's optimizers among some states, and those that others of them hold as `.optimizer`."""
+    """List torch's optimizers among some states, and those held by other states as `.optimizer`."""
     found = [state for state in states if isinstance(state, Optimizer)]
     found += [held for state in states if isinstance(held := getattr(state, "optimizer", None), Optimizer)]
     return list({id(optimizer): optimizer for optimizer in found}.values())

@@ -1,4 +1,4 @@
-"""Go on with the ranks that are left when some are lost, or come back, from the last step that was whole."""
+"""Continue training when ranks are lost or return, from the last complete step."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from .regrouping import Admission, Candidate, Quorum, Rendezvous
 from .states import KeptStates, Resumable
 
 log = logging.getLogger(__name__)
-_ANSWERING = 1.0  # seconds within which a store answers whose host runs and can be reached
+_ANSWERING = 1.0  # seconds in which a reachable store answers
 _GIVEN_UP = "given up"
-_GRACE = 60.0  # seconds from the loss of a rank until an attempt must be over: loaders' workers may be slow to end
-_SECRET = "DDPKIT_SECRET"  # in the environment; who knows it may take the place of a lost rank
-_SHORTEST = 16  # bytes of a secret that nobody guesses
+_GRACE = 60.0  # seconds from the loss of a rank to the end of an attempt: loaders' workers may be slow to end
+_SECRET = "DDPKIT_SECRET"  # environment variable; it authorises taking the place of a lost rank
+_SHORTEST = 16  # bytes of a secret that cannot be guessed
 _NOTICING = 1.0  # seconds between questions whether the others have noticed a loss
-_UNSURE = ("lost", "silent", "left", "orphaned")  # of a rank that may go on: it has raised no error
+_UNSURE = ("lost", "silent", "left", "orphaned")  # the rank raised no error and may continue
 
 
 T = TypeVar("T", bound=Resumable)
@@ -62,10 +62,10 @@ def survive(
     timeout: timedelta = timedelta(minutes=10),
     num_threads: int | None = None,
 ) -> Iterator[Attempt]:
-    """Let the ranks that are left go on when others are lost. Collective.
+    """Continue with the remaining ranks when others are lost. Collective.
 
-    Each attempt is a block that holds the training. Its beginning calls `setup()`; when a rank is lost, killed or cut
-    off, the block ends on all others, and they begin the next attempt among themselves, from the last committed step::
+    The training runs in attempts. Each attempt is a block that calls `setup()` first. When a rank is lost (killed or
+    cut off), the block ends on all other ranks, and they start the next attempt from the last committed step::
 
         for attempt in ddpkit.survive(model, optimizer):
             with attempt as context:
@@ -77,33 +77,32 @@ def survive(
                         optimizer.step()
                         attempt.commit()
 
-    What hangs on the number of ranks (loaders, wrapped models, scale plans) is made in the block, so it is made anew.
-    A process that is started in the place of a lost rank, in the same environment, comes in if that holds the job's
-    `DDPKIT_SECRET`: all ranks then begin the next attempt, too.
-    From the beginning of `optimizer.step()` until `commit()` the loss of a rank does not interrupt; do nothing there
-    that talks to other ranks.
+    Create everything that depends on the number of ranks (loaders, wrapped models, scale plans) inside the block.
+    A process started in place of a lost rank, in the same environment, joins if `DDPKIT_SECRET` is that of the job; all
+    ranks then start the next attempt. From the beginning of `optimizer.step()` until `commit()` the loss of a rank does
+    not interrupt; do not communicate in between.
 
     Args:
-        *states: What a step changes: the model, not wrapped, its optimizer (one of torch's, or what holds one as
-            `.optimizer`), a schedule, a scaler, an average; anything with `state_dict` and `load_state_dict`. They
-            are equal on all ranks.
-        min_ranks: With fewer the job ends.
-        patience: How long to wait for a rank that may live, where the others have noticed a loss.
-        backend: As for `setup()`, as are the ones below.
-        device: The same.
-        timeout: The same.
-        num_threads: The same.
+        *states: Everything that a step changes: the unwrapped model, its optimizer (one of torch's, or an object that
+            holds one as `.optimizer`), a scheduler, a scaler, an average; anything with `state_dict` and
+            `load_state_dict`. They are equal on all ranks.
+        min_ranks: Smallest number of ranks; with fewer the job ends.
+        patience: How long to wait for a rank that may be alive when the others have noticed a loss.
+        backend: As for `setup()`.
+        device: As for `setup()`.
+        timeout: As for `setup()`.
+        num_threads: As for `setup()`.
 
     Yields:
-        Attempts, until one ends well.
+        Attempts, until one completes.
 
     Raises:
-        CheckpointError: If a state is more than data: numbers, strings, tensors, and dicts, lists and tuples of them.
-        DdpkitError: If an attempt is not entered by `with`; if there is a process group already that others made.
-        LaunchError: If the ranks that are left cannot go on: there are too few of them, they may be the smaller part
-            of a network that was cut, or all were in the middle of a step; if `DDPKIT_SECRET` is not that of the job.
+        CheckpointError: If a state holds more than numbers, strings, tensors, and dicts, lists and tuples of them.
+        DdpkitError: If an attempt is not entered by `with`, or a process group already exists.
+        LaunchError: If the remaining ranks cannot continue: they are too few, may be the smaller part of a network
+            partition, or were all in the middle of a step; or if `DDPKIT_SECRET` is not that of the job.
         TypeError: If a state has no `state_dict`, there is no optimizer, or an argument is of a wrong type.
-        ValueError: If `min_ranks` is less than 1, or more than there are.
+        ValueError: If `min_ranks` is less than 1, or more than the number of ranks.
 
     Example:
         >>> net = torch.nn.Linear(1, 1)
@@ -121,7 +120,7 @@ def survive(
     least = as_integer(min_ranks, "min_ranks")
     for state in states:
         if not hasattr(state, "state_dict") or not hasattr(state, "load_state_dict"):
-            raise TypeError(f"survive() keeps objects with state_dict() and load_state_dict(), got {type(state)}.")
+            raise TypeError(f"survive() takes objects with state_dict() and load_state_dict(), got {type(state)}.")
     survivors = _Survivors(KeptStates(states), least, patience)
     try:
         survivors.enter(backend=backend, device=device, timeout=timeout, num_threads=num_threads)
@@ -141,11 +140,11 @@ def survive(
 
 
 class Attempt:
-    """One run of the block in `survive`: a context that gives the `Context` of the job.
+    """One run of the block of `survive`: a context manager that returns the `Context` of the job.
 
     Attributes:
-        lost: The error that named the rank whose loss has ended it, None if none was lost.
-        has_ended: Whether its block is over.
+        lost: The error that named the lost rank and ended this attempt; None if no rank was lost.
+        has_ended: Whether the block is over.
 
     Example:
         >>> for attempt in survive():
@@ -162,7 +161,7 @@ class Attempt:
 
     @property
     def steps(self) -> int:
-        """The number of steps that were committed, in all attempts."""
+        """Number of committed steps, over all attempts."""
         return self._survivors.kept.steps
 
     @undisturbed
@@ -172,10 +171,10 @@ class Attempt:
         return self._survivors.context
 
     def resume(self, loader: T) -> T:
-        """Let a loader go on behind the last committed step, and return it.
+        """Resume a loader after the last committed step, and return it.
 
         Args:
-            loader: One of `make_loader`'s over a dataset. Several are told apart by the order of the calls.
+            loader: A loader from `make_loader` over a dataset. Several are identified by the order of the calls.
 
         Raises:
             TypeError: If it cannot resume.
@@ -184,20 +183,20 @@ class Attempt:
         return loader
 
     def commit(self) -> None:
-        """Say that a step is whole: after the optimizer and all else that it changes have stepped, on every rank."""
+        """Mark a step as complete: after the optimizer and everything else have stepped, on every rank."""
         self._survivors.commit()
 
     @undisturbed
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         self.has_ended = True
         late = self._finish() if error is None else None
-        current_job.hold_failures(True)  # only now, for a wait for what does not answer must end
+        current_job.hold_failures(True)  # only now: a wait without an answer must be interruptible
         if late is not None and not self._is_loss(late):
             raise late
         return error is not None and self._is_loss(error)
 
     def _finish(self) -> RuntimeError | None:
-        """Wait for the other ranks; return what went wrong, for with a rank the last step may yet be lost."""
+        """Wait for the other ranks; return the error, because the last step may be lost with a rank."""
         try:
             current_job.finish()
             barrier()
@@ -206,13 +205,13 @@ class Attempt:
         return None
 
     def _is_loss(self, error: BaseException) -> bool:
-        """Return whether this is because another rank was lost; if not, this rank fails.
+        """Return whether another rank was lost; if not, this rank fails.
 
         Raises:
-            PeerError: If it is this rank that was lost.
+            PeerError: If this rank was lost.
         """
         lost = lost_peer_of(error, current_job.session()) if isinstance(error, Exception) else None
-        if isinstance(lost, PeerError) and lost.rank == ranks.get_rank():  # by the others, or its launcher has gone
+        if isinstance(lost, PeerError) and lost.rank == ranks.get_rank():  # to the others, or its launcher has died
             self._survivors.close(lost)
             raise lost from error
         if lost is None:
@@ -222,11 +221,11 @@ class Attempt:
 
 
 class _Survivors:
-    """The ranks that are left, seen from one of them."""
+    """The remaining ranks, as seen from one of them."""
 
     context: Context
     _asked: Options
-    _secret: bytes  # of the job; it is in no store
+    _secret: bytes  # the job's secret; it is in no store
 
     def __init__(self, kept: KeptStates, least: int, patience: timedelta) -> None:
         self.kept = kept
@@ -235,16 +234,16 @@ class _Survivors:
         self._regroupings = 0
         self._rendezvous: Rendezvous | None = None
         self._admission: Admission | None = None
-        self._store: dist.Store | None = None  # where the job began, if this process hosts it
+        self._store: dist.Store | None = None  # where the job started, if this process hosts it
         self._members: list[int] = []
-        self._size = 1  # number of members at the beginning
-        self._master: str | None = None  # where the job began
+        self._size = 1  # number of members at the start
+        self._master: str | None = None  # where the job started
         self._master_host = ""
-        self._resumed_at: int | None = None  # the step, where nobody was missing after the last loss
-        self._returning: RankRejoins | None = None  # what a rank that is alone has to do at its next commit
+        self._resumed_at: int | None = None  # the step of the last resume without a missing member
+        self._returning: RankRejoins | None = None  # raised at the next commit by a rank that is alone
 
     def enter(self, timeout: timedelta, **options: Any) -> None:
-        """Join the job that begins, or one that goes on without this rank."""
+        """Join a starting job, or one that continues without this rank."""
         deadline = time.monotonic() + timeout.total_seconds()
         while True:
             try:
@@ -254,21 +253,21 @@ class _Survivors:
                 if time.monotonic() > deadline:
                     raise
                 membership = Membership.from_json(continued.membership)
-            except StoreLost as lost:  # of a rank that has ended, too, or of a job that goes on elsewhere
+            except StoreLost as lost:  # its rank has ended, or its job continues elsewhere
                 if time.monotonic() > deadline:
                     raise
                 log.warning("trying to join again: %s", lost)
                 continue
-            # only now, when the error has gone, by which the store would stay open that a new rank 0 has opened
+            # only now that the error is gone, which would keep open the store that a new rank 0 opened
             if self.take_place(membership, checked_options(timeout=timeout, **options)):
                 return
 
     def begin(self, context: Context) -> None:
-        """Begin with all ranks of the job."""
+        """Start with all ranks of the job."""
         if self._least > context.world_size:
-            raise ValueError(f"min_ranks={self._least} is more than there are: {context.world_size}.")
+            raise ValueError(f"min_ranks={self._least} is more than the world size, {context.world_size}.")
         if not current_job.owns_group():
-            raise DdpkitError("survive() makes the process group, and makes it anew: do not make one before.")
+            raise DdpkitError("survive() creates the process group, again for each attempt: do not create one before.")
         self.context = context
         self._asked = current_job.asked_options()
         self._size = context.world_size
@@ -284,15 +283,15 @@ class _Survivors:
             current_job.hold_failures(True)  # until an attempt is entered
 
     def take_place(self, membership: Membership, asked: Options) -> bool:
-        """Come in as one of the ranks that a running job has lost; return False if the membership is out of date."""
+        """Join a running job in place of a lost rank; return False if the membership is outdated."""
         launch = ranks.current_launch()
         if launch.world_size != membership.size or membership.is_alive(launch.rank):
             raise LaunchError(f"This process was started as rank {launch.rank} of {launch.world_size}. {membership}")
         self._secret = _given_secret()
         if not membership.is_of_job(self._secret):
             raise LaunchError(
-                f"{membership} But it lets in only who knows its {_SECRET}: start all ranks, and those that take the "
-                "place of lost ones, with this environment variable set to one long random text."
+                f"{membership} It admits only processes that know its {_SECRET}: start all ranks, and those that take "
+                "the place of lost ones, with this environment variable set to the same long random text."
             )
         if launch.rank not in membership.open_ranks:  # the others have not noticed yet that it has ended
             time.sleep(_NOTICING)
@@ -313,7 +312,7 @@ class _Survivors:
         self._members = quorum.members
         try:
             self._join(quorum, store)
-        except RuntimeError as error:  # this rank was there for no step yet, and can come again
+        except RuntimeError as error:  # this rank took part in no step yet, and can join again
             log.warning("trying to join again: %s", error)
             lifecycle.leave_to_rejoin()
             self._close_rendezvous()
@@ -321,7 +320,7 @@ class _Survivors:
         return True
 
     def commit(self) -> None:
-        """Keep the present states."""
+        """Keep the current states."""
         self.kept.commit()
         if self._rendezvous is not None:
             self._rendezvous.is_together()
@@ -329,17 +328,17 @@ class _Survivors:
             raise self._returning
 
     def go_on(self, lost: RuntimeError) -> None:
-        """Join those who are left, until nobody is lost meanwhile, and let all have the same states."""
+        """Join the remaining members, until none is lost meanwhile, and synchronise the states."""
         assert self._rendezvous is not None
         self._close_admission()
         begun = time.monotonic()
         stop = stop_agreement.current()
         request = stop.request if stop.decision is None else stop.decision.request
         if current_job.has_unfinished():
-            log.warning("a checkpoint that save(wait=False) has begun may not be there: save it again")
-        members = self._members  # and those who come while others are lost again
+            log.warning("a checkpoint of save(wait=False) may be incomplete: save it again")
+        members = self._members  # plus those that join while others are lost again
         gone = [members[lost.rank]] if isinstance(lost, PeerError) and lost.error_type not in _UNSURE else []
-        tried: list[int] = []  # in vain; once more is right if one of them is stopped
+        tried: list[int] = []  # failed; a second try is right if one of them is stopped
         while True:
             lifecycle.leave_to_rejoin()
             quorum, store = self._rendezvous.regroup(self._candidate(), members, self._least, gone)
@@ -352,7 +351,7 @@ class _Survivors:
                     raise
                 tried = quorum.members
             members = sorted({*members, *tried})
-            gone = []  # a new process may have come in such a place
+            gone = []  # a new process may have taken such a place
         self._members = quorum.members
         if request is not None:
             stop_agreement.ask(request)
@@ -360,11 +359,11 @@ class _Survivors:
             took = time.monotonic() - begun
             who = f"{len(self._members)} of {self._size} ranks"
             former = ", ".join(map(str, quorum.members))
-            news = f"{who} go on from step {quorum.steps}, after {took:.1f} s (at the beginning ranks {former})"
+            news = f"{who} resume from step {quorum.steps}, after {took:.1f} s (original ranks {former})"
             log.warning("%s: %s", news, str(lost).partition("\n")[0])
 
     def _check_progress(self, quorum: Quorum, lost: RuntimeError) -> None:
-        """Raise what was taken for a loss if it comes again at the same step, and nobody is missing: it is a bug."""
+        """Raise an error taken for a loss if it recurs at the same step with nobody missing: it is a bug."""
         if quorum.members != self._members or isinstance(lost, RankRejoins):
             self._resumed_at = None
         elif quorum.steps == self._resumed_at:
@@ -378,7 +377,7 @@ class _Survivors:
         return Candidate(rendezvous.member, self._regroupings, kept.steps, kept.is_whole, rendezvous.address)
 
     def _join(self, quorum: Quorum, store: dist.Store) -> None:
-        """Join those who go on, in a part of the leader's store, and take the states from one of them."""
+        """Join the quorum in a part of the leader's store, and take the states from one of its members."""
         assert self._rendezvous is not None
         self._regroupings = quorum.regrouping
         store = dist.PrefixStore(f"job {quorum.regrouping}", store)
@@ -391,11 +390,11 @@ class _Survivors:
         def lost() -> str:
             if not is_joining:
                 return ""
-            with suppress(RuntimeError, TimeoutError):  # the leader has gone, or is stopped
+            with suppress(RuntimeError, TimeoutError):  # the leader has ended, or is stopped
                 if call_with_timeout(lambda: store.check([_GIVEN_UP]), _ANSWERING):
                     return "another has given up"
             found = ", ".join(f"member {member} has ended" for member in needed if rendezvous.has_ended(member))
-            # asking takes time, in which all may have joined; the watch tells of one that has ended after that
+            # asking takes time in which all may have joined; from then on the watch reports ended members
             return found if is_joining else ""
 
         rank = members.index(rendezvous.member)
@@ -412,7 +411,7 @@ class _Survivors:
         self._open_admission(quorum)
 
     def _open_admission(self, quorum: Quorum) -> None:
-        """Let processes come in the place of those that are lost, if the others know where the job began."""
+        """Admit processes in place of lost ones, if the others know where the job started."""
         assert self._rendezvous is not None
         if self._master is None:
             return
@@ -434,18 +433,18 @@ class _Survivors:
         self._admission = Admission(membership, me == opens, bool(there), rendezvous, self._interrupt_for, self._store)
 
     def _interrupt_for(self, arrived: list[int]) -> None:
-        """Interrupt all ranks, so that they meet again, and those who have come with them."""
-        returning = RankRejoins(f"rank {', '.join(map(str, arrived))} comes back, in a new process")
+        """Interrupt all ranks, so that they regroup with the processes that have arrived."""
+        returning = RankRejoins(f"rank {', '.join(map(str, arrived))} rejoins, in a new process")
         if not current_job.interrupt(Failure.of(-1, returning)):
             self._returning = returning
 
     def _close_admission(self) -> None:
         if self._admission is not None:
-            self._store = self._admission.close()  # it stays open, for somebody may be asking there
+            self._store = self._admission.close()  # it stays open: a process may be asking there
         self._admission = self._returning = None
 
     def remember_end(self) -> None:
-        """Remember that the job has ended well: what is still told of it is out of date."""
+        """Record that the job has completed: what is still served about it is outdated."""
         if self._rendezvous is not None:
             remember_ended(self._rendezvous.addresses[member] for member in self._members)
 
@@ -455,14 +454,14 @@ class _Survivors:
             self._rendezvous = None
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave the job; after an error the others hear of it, and that this rank does not go on."""
+        """Leave the job; after an error tell the others, and that this rank does not continue."""
         self.kept.close()
         self._close_admission()
         if error is not None:
             self._close_rendezvous()
             lifecycle.report(error)
         lifecycle.teardown()
-        self._close_rendezvous()  # after the others have left, who need the store in it
+        self._close_rendezvous()  # after the others have left, which need its store
         if self._store is not None and self._master is not None:
             launch = ranks.current_launch()
             if launch.rank == 0:
@@ -471,9 +470,9 @@ class _Survivors:
 
 
 def agree_on_secret() -> bytes:
-    """Return a secret that all ranks have, and nobody who only reads their stores. Collective.
+    """Return a secret that all ranks share, and that is not in their stores. Collective.
 
-    It is that of the environment; else rank 0 draws one and sends it over the connections of the group.
+    It is the one in the environment; otherwise rank 0 draws one and sends it over the group's connections.
     """
     call = "survive()"
     with raise_everywhere(call):
@@ -481,7 +480,7 @@ def agree_on_secret() -> bytes:
     others, drawn = broadcast((given, os.urandom(32)), src=0)
     with raise_everywhere(call):
         if given != others:
-            raise LaunchError(f"{_SECRET} is not the same here and on rank 0. Start all ranks with one, or with none.")
+            raise LaunchError(f"{_SECRET} differs between this rank and rank 0. Start all ranks with one, or without.")
     check_fingerprint(fingerprint_of(call))
     return bytes(given or drawn)
 
@@ -494,10 +493,10 @@ def _given_secret() -> bytes:
 
 
 def check_members(secret: bytes, occasion: str) -> None:
-    """Let all ranks of a new group show that they know the secret, before they send each other anything. Collective.
+    """Let all ranks of a new group prove that they know the secret, before they exchange anything else. Collective.
 
     Raises:
-        LaunchError: If one does not: a stranger has changed the addresses in the store while the ranks joined.
+        LaunchError: If one does not: another program changed the addresses in the store while the ranks joined.
     """
     if not lifecycle.joined():
         return
@@ -508,11 +507,11 @@ def check_members(secret: bytes, occasion: str) -> None:
         expected.append(hmac.new(secret, words, "sha256").digest())
     for rank, shown in enumerate(_gather(expected[ranks.get_rank()])):
         if not hmac.compare_digest(shown, expected[rank]):
-            raise LaunchError(f"What has joined as rank {rank} does not know the secret of this job.")
+            raise LaunchError(f"The process that joined as rank {rank} does not know the secret of this job.")
 
 
 def _gather(own: bytes) -> list[bytes]:
-    """Give every rank the bytes of all, of one length, unpickled and in a buffer of known size. Collective."""
+    """Give every rank the bytes of all ranks, of one length, unpickled and in a buffer of known size. Collective."""
     table = torch.zeros((ranks.get_world_size(), len(own)), dtype=torch.int64, device=control_device(None))
     table[ranks.get_rank()] = torch.tensor(list(own))
     reduce_in_place(table)

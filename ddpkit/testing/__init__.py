@@ -1,7 +1,7 @@
 """Run tests on several real ranks: a pytest plugin, `@pytest.mark.ranks`, and `on_ranks`.
 
-pytest loads `hooks`, which loads the rest when the first test asks for ranks. Nothing else in
-ddpkit imports this room.
+pytest imports `hooks`, which imports the rest when the first test needs ranks. No other module of ddpkit imports this
+package.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ def on_ranks(
     join: bool = True,
     fresh: bool = False,
 ) -> list[T]:
-    """Call `fn(*args)` on ranks that have called `setup()`, in a test that is not marked itself.
+    """Call `fn(*args)` on ranks that have called `setup()`, from a test without the marker.
 
     Args:
-        fn: A function that can be pickled: defined at the top of a module. Where cloudpickle is
+        fn: A function that can be pickled: defined at the top level of a module. With cloudpickle
             installed also a lambda or an inner function.
         nprocs: Number of ranks, at least 1.
         *args: Passed to every rank as copies.
-        timeout: Bound on the call, in seconds; that of the process group is at least
+        timeout: Time-out of the call, in seconds; that of the process group is at least
             `ranks_timeout`.
-        join: If true, the ranks have called `setup()`; else they find the environment of a launch.
-        fresh: If true, start new processes for it instead of using warm ones.
+        join: Whether the ranks have called `setup()`; otherwise they have the environment of a launch.
+        fresh: Whether to start new processes instead of using warm ones.
 
     Returns:
         The ranks' results, by rank.
 
     Raises:
-        Exception: The exception of the rank that failed first, its rank and traceback in
-            `__cause__`, a `PeerError`.
+        Exception: The exception of the rank that failed first; its `__cause__`, a `PeerError`, has the
+            rank and traceback.
         PeerError: If a process died, or the exception cannot be pickled.
-        TimeoutError: If the time is up; the message holds every unfinished rank's stack.
+        TimeoutError: After the time-out; the message has the stack of every unfinished rank.
         TypeError: If `fn` or an argument cannot be sent to other processes.
 
     Example::
@@ -59,7 +59,7 @@ def on_ranks(
     config = _config_of_this_run()
     if config is None:
         raise RuntimeError(_NO_RUN)
-    from .dispatch import call_on_ranks  # which needs pytest
+    from .dispatch import call_on_ranks  # needs pytest
 
     return call_on_ranks(config, fn, nprocs, args, timeout, join, fresh)
 
@@ -67,7 +67,7 @@ def on_ranks(
 def _config_of_this_run() -> Any:
     """Find the configuration of the run in this process.
 
-    The plugin's module has one name where it is installed and another in this repository.
+    The plugin's module has one name when installed and another in this repository.
     """
     for name in ("ddpkit_pytest", f"{__name__}.hooks"):
         config = getattr(sys.modules.get(name), "current", None)

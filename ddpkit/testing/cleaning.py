@@ -1,4 +1,4 @@
-"""Clean up after a test in a rank's process: reset all that can be, and find the rest."""
+"""Clean up after a test in a rank's process: reset what can be reset, and report the rest."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from ..launch.process_tree import child_processes
 from ..torch_internals import groups
 from ..watch import main_thread
 
-_THREADS_ENDING = 1.0  # seconds in which threads and processes that are ending may end
+_THREADS_ENDING = 1.0  # seconds for ending threads and processes to end
 _SEED = 0
-# modules whose signal handlers may stay: ddpkit's while it has joined, and torch's, set for good by
-# a loader with workers, which notices those that die
+# modules whose signal handlers may stay: ddpkit's while it has joined, and torch's, which a loader with
+# workers sets for good, to notice those that die
 _HANDLERS = {main_thread.__name__, "torch.utils.data._utils.signal_handling"}
 
 
 def reset(arguments: list[str], threads: int) -> None:
-    """Give the next test the same beginning as the first, with these arguments and threads."""
+    """Start the next test in the state of the first, with these arguments and threads."""
     sys.argv[:] = arguments
     random.seed(_SEED)
     np.random.seed(_SEED)
@@ -38,23 +38,23 @@ def reset(arguments: list[str], threads: int) -> None:
     # to switch it off imports torch._inductor, which takes a second
     if torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(False)
-    if not dist.is_initialized():  # else setup() has chosen
+    if not dist.is_initialized():  # else setup() has set them
         torch.set_num_threads(threads)
 
 
 class Traces(NamedTuple):
-    """The state that a test should leave as it was, as far as it is not reset.
+    """The state that a test should leave unchanged, as far as it is not reset.
 
     Attributes:
-        living: What should have ended, by its name: sets, and a number.
-        settings: What should be unchanged, by its name.
+        living: What should have ended, by name: sets, and a number.
+        settings: What should be unchanged, by name.
     """
 
     living: dict[str, Any]
     settings: dict[str, Any]
 
     def changes(self) -> list[str]:
-        """Name the additions and changes since; threads and processes get a moment to end."""
+        """Describe additions and changes since; threads and processes get a moment to end."""
         deadline = time.monotonic() + _THREADS_ENDING
         while True:
             now = traces()
@@ -70,7 +70,7 @@ class Traces(NamedTuple):
 
 def traces() -> Traces:
     """Read the state that cannot be reset."""
-    multiprocessing.active_children()  # collects those that have ended
+    multiprocessing.active_children()  # reaps those that have ended
     living = {
         "a thread": {thread.ident for thread in threading.enumerate()},
         "a child process": {*child_processes()},
@@ -83,7 +83,7 @@ def traces() -> Traces:
         handlers[number] = signal.SIG_DFL if is_known else handler
     settings: dict[str, Any] = {"a signal handler": handlers}
     for logger in (logging.root, *logging.root.manager.loggerDict.values()):
-        # torch's change when parts of it are imported
+        # parts of torch change its loggers when imported
         if isinstance(logger, logging.Logger) and not logger.name.startswith("torch"):
             lists = (*logger.handlers,), (*logger.filters,)
             values = (logger.level, logger.disabled, logger.propagate, *lists)

@@ -21,8 +21,8 @@ from .merging import merge, merge_late
 from .pool import Answer, Pools
 from .rank import RunOptions, RunTest, Task, Warned
 
-# options that ranks do not take over: how tests are chosen and distributed, files that are written
-# once, and other plugins' work
+# options that ranks do not inherit: selection and distribution of tests, files written once, and other
+# plugins' work
 # fmt: off
 _NOT_FOR_RANKS = {
     "basetemp", "cacheclear", "cacheshow", "collectonly", "debug", "deselect", "dist", "distload",
@@ -36,12 +36,12 @@ _COVERAGE_SETTINGS = ("source", "branch", "omit", "include")
 
 
 def run_on_ranks(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Run a marked test and report it, in the place of pytest."""
+    """Run a marked test and report it, in place of pytest."""
     hook = item.ihook
     hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     reports = _reports(item, nextitem)
 
-    def end_fixtures() -> None:  # that other tests of the module had in this process
+    def end_fixtures() -> None:  # of the module's other tests, in this process
         item.session._setupstate.teardown_exact(nextitem)
 
     ending = pytest.CallInfo.from_call(end_fixtures, "teardown")
@@ -62,7 +62,7 @@ def call_on_ranks(
     fresh: bool,
 ) -> list[Any]:
     """Call a function on the ranks of this run; see `on_ranks`."""
-    # joining takes long on a loaded machine
+    # joining is slow on a busy machine
     patience = max(timeout, float(config.getini("ranks_timeout")))
     task = Task(dump_call("on_ranks", fn, args), join, patience, os.getcwd(), sys.path)
     answers = _pools_of(config).run(nprocs, task, timeout, fresh)
@@ -98,7 +98,7 @@ def _outcome(answer: Answer) -> tuple[BaseException | None, Any]:
 
 
 def _pools_of(config: pytest.Config) -> Pools:
-    """Return the ranks of this run; none has been started before the first test asks for them."""
+    """Return the ranks of this run; the first test that needs ranks starts them."""
     state = config.__dict__
     if "_ddpkit_pool" not in state:
 
@@ -112,11 +112,11 @@ def _pools_of(config: pytest.Config) -> Pools:
 
 
 def _log_late(config: pytest.Config, report: pytest.TestReport) -> None:
-    """Log a report of a test that ran before the present one."""
+    """Log a report of an earlier test."""
     log = config.hook.pytest_runtest_logreport
     for plugin in config.pluginmanager.get_plugins():
         if type(plugin).__name__ == "WorkerInteractor":
-            # xdist's worker refuses the report of another test than that which it believes to run
+            # xdist's worker rejects a report of a test other than the current one
             worker: Any = plugin
             before = worker.item_index
             worker.item_index = [item.nodeid for item in worker.session.items].index(report.nodeid)
@@ -139,7 +139,7 @@ def _reports(item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.Tes
     task = Task(
         RunTest(item.path, item.nodeid, folder, following),
         join=marker.kwargs.get("join", True),
-        # one group serves all tests but the longest; joining takes long on a loaded machine
+        # one group serves all tests but the longest; joining is slow on a busy machine
         timeout=max(limit, usual),
         folder=os.getcwd(),
         path=sys.path,
@@ -150,7 +150,7 @@ def _reports(item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.Tes
 
 
 def _next_on_these_ranks(item: pytest.Item, nextitem: pytest.Item | None) -> str | None:
-    """Name the next test of the same number of ranks, None if there is none or it has new ones."""
+    """Return the next test with the same number of ranks; None if there is none or it needs new ones."""
     world_size = _world_size(item)
     for other in dropwhile(lambda other: other is not nextitem, item.session.items):
         marker = other.get_closest_marker("ranks")
@@ -166,7 +166,7 @@ def _world_size(item: pytest.Item) -> int:
 
 
 def _record_warnings(item: pytest.Item, answers: list[Answer]) -> None:
-    """Hand the ranks' warnings to pytest, one that several ranks have once."""
+    """Pass the ranks' warnings to pytest, once if several ranks have the same."""
     counts: Counter[Warned] = Counter()
     for answer in answers:
         counts |= Counter(answer.warnings)
@@ -177,19 +177,19 @@ def _record_warnings(item: pytest.Item, answers: list[Answer]) -> None:
 
 
 def _warning(warned: Warned) -> warnings.WarningMessage:
-    """Return a rank's warning, as a UserWarning if its class is not known here."""
+    """Return a rank's warning, as a UserWarning if its class is unknown here."""
     category = getattr(sys.modules.get(warned.module), warned.category, UserWarning)
     return warnings.WarningMessage(warned.text, category, warned.filename, warned.lineno)
 
 
 def _temporary(config: pytest.Config) -> pytest.TempPathFactory:
-    """Return the maker of this run's temporary folders."""
+    """Return the factory of this run's temporary folders."""
     factory: pytest.TempPathFactory = config._tmp_path_factory  # type: ignore[attr-defined]
     return factory
 
 
 def _run_options(config: pytest.Config) -> RunOptions:
-    """Collect the settings with which the ranks of this run start."""
+    """Collect the start settings of this run's ranks."""
     options = {
         name: value
         for name, value in vars(config.option).items()
@@ -210,7 +210,7 @@ def _sendable(stream: int | None) -> Connection | None:
 
 
 def _arguments(config: pytest.Config) -> Iterator[str]:
-    """Write the command line of a rank's pytest."""
+    """Return the command line of a rank's pytest."""
     option = config.option
     yield from ("--rootdir", str(config.rootpath), "-o", "addopts=", "-p", "no:terminal")
     for setting in config.known_args_namespace.pythonwarnings or ():
@@ -238,7 +238,7 @@ def _can_be_sent(value: Any) -> bool:
 
 
 def _coverage_settings() -> dict[str, Any] | None:
-    """Read how coverage is measured in this process, so that the ranks measure it likewise."""
+    """Return how coverage is measured in this process, so that the ranks do the same."""
     coverage = sys.modules.get("coverage")
     if coverage is None:
         return None

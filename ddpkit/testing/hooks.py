@@ -1,8 +1,7 @@
-"""Define the plugin that pytest loads at its start: the marker, its parameters and fixtures.
+"""Define the plugin that pytest imports at its start: the marker, its parameters and fixtures.
 
-It imports neither torch nor ddpkit, so that runs without such tests start as quickly as before. For
-the same reason a wheel holds this file beside the package, as `ddpkit_pytest`, and the rest of the
-plugin must not import it.
+It imports neither torch nor ddpkit, so that runs without such tests start quickly. For the same reason a wheel has this
+file beside the package, as `ddpkit_pytest`, and the rest of the plugin must not import it.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from typing import Any, NoReturn
 import pytest
 
 _SIGNATURE = "ranks(*world_sizes, timeout=60, join=True, fresh=False)"
-_MARKER = f"{_SIGNATURE}: run the test on so many ranks, for each world size"
+_MARKER = f"{_SIGNATURE}: run the test on this number of ranks, for each world size"
 _NO_WORLD_SIZE = (
-    "@pytest.mark.ranks has not taken hold of this test: it works on functions and on methods of plain classes, not of "
-    "unittest.TestCase, and must be there when tests are collected."
+    "@pytest.mark.ranks had no effect on this test: it works on functions and on methods of plain classes, not of "
+    "unittest.TestCase, and must be set when tests are collected."
 )
-_TIMEOUT_HELP = "Seconds that a test on ranks may take unless its marker says more."
+_TIMEOUT_HELP = "Default time-out, in seconds, of a test on ranks."
 _STREAMS = "_ddpkit_streams"
 _OPTIONS = {"timeout", "join", "fresh"}
 _FOREVER = 1e8  # seconds
-current: pytest.Config | None = None  # of the run in this process; `on_ranks` is called without it
+current: pytest.Config | None = None  # of the run in this process; `on_ranks` gets no configuration
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,13 +34,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_load_initial_conftests(
     early_config: pytest.Config,
 ) -> Generator[None, object, object]:
-    """Copy stdout and stderr of this run before pytest captures them: the ranks use them."""
+    """Copy stdout and stderr of this run before pytest captures them, for the ranks."""
     early_config.__dict__[_STREAMS] = [_copy_of(1), _copy_of(2)]
     return (yield)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known, and check the setting for all tests."""
+    """Register the marker, and check the setting for all tests."""
     config.addinivalue_line("markers", _MARKER)
     setting = config.getini("ranks_timeout")
     try:
@@ -84,18 +83,18 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Refuse a marked test that has got no number of ranks."""
+    """Raise for a marked test without a number of ranks."""
     if _is_for_ranks(item) and not _has_world_size(item):
         pytest.fail(_NO_WORLD_SIZE, pytrace=False)
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
-    """End all ranks after the last test or an interrupt, before coverage is put together."""
+    """End all ranks after the last test or an interrupt, before coverage is combined."""
     global current
     if in_rank(session.config):
         return (yield)
-    outer = current  # a run may be inside a test of another, as pytester's are
+    outer = current  # a run may be inside another run's test, like pytester's
     current = session.config
     try:
         return (yield)
@@ -116,12 +115,12 @@ def rank(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def world_size(request: pytest.FixtureRequest) -> int:
-    """Return the number of ranks, in a test marked `ranks`, where it is a parameter."""
+    """Return the number of ranks, a parameter of tests marked `ranks`."""
     _refuse("world_size")
 
 
 def in_rank(config: pytest.Config) -> bool:
-    """Return whether this process is itself a rank, to which a test was sent."""
+    """Return whether this process is a rank that runs a test."""
     return "ddpkit_rank" in getattr(config, "workerinput", {})
 
 
@@ -141,14 +140,14 @@ def _refuse(fixture: str) -> NoReturn:
 
 
 def _check(marker: pytest.Mark, name: str) -> None:
-    """Refuse wrong arguments of a marker; `name` is the test's."""
+    """Raise for invalid arguments of a marker; `name` is the test's."""
     sizes: Iterable[Any] = marker.args
     if not marker.args or not all(type(size) is int and size > 0 for size in sizes):
         expected = "ranks() takes numbers of ranks, for example ranks(1, 2, 3)"
         raise pytest.UsageError(f"{name}: {expected}; got {marker}.")
     unknown = sorted(marker.kwargs.keys() - _OPTIONS)
     if unknown:
-        raise pytest.UsageError(f"{name}: ranks() knows {sorted(_OPTIONS)}, not {unknown}.")
+        raise pytest.UsageError(f"{name}: ranks() takes {sorted(_OPTIONS)}, got {unknown}.")
     timeout = marker.kwargs.get("timeout", 1)
     if not isinstance(timeout, (int, float)) or not 0 < timeout < _FOREVER:
         expected = "ranks() takes a timeout in seconds above 0"
@@ -158,5 +157,5 @@ def _check(marker: pytest.Mark, name: str) -> None:
 def _copy_of(stream: int) -> int | None:
     try:
         return os.dup(stream)
-    except OSError:  # closed, as for a service
+    except OSError:  # closed, as in a service
         return None

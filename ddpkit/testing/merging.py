@@ -1,4 +1,4 @@
-"""Merge the reports of several ranks: the first failure in full, a line about each other rank."""
+"""Merge the reports of several ranks: the first failure in full, one line for each other rank."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from .pool import Answer
 
 _PHASES = ("setup", "call", "teardown")
-Reports = list[pytest.TestReport]  # of one rank, in their order
-ByRank = dict[int, pytest.TestReport]  # reports of the same thing
+Reports = list[pytest.TestReport]  # of one rank, in order
+ByRank = dict[int, pytest.TestReport]  # of the same phase
 
 
 def merge(item: pytest.Item, answers: list[Answer]) -> Reports:
@@ -26,7 +26,7 @@ def merge(item: pytest.Item, answers: list[Answer]) -> Reports:
     for phase in _PHASES:
         reports = _of_phase(phase, ranks)
         failed_before = any(map(_has_failed, merged))
-        # a call is that of ranks whose fixtures did not fail
+        # the calls of ranks whose fixtures did not fail
         if not reports or (failed_before and phase == "call"):
             continue
         report = _merge_alike(reports, ranks)
@@ -38,7 +38,7 @@ def merge(item: pytest.Item, answers: list[Answer]) -> Reports:
 
 
 def merge_late(config: pytest.Config, by_rank: list[list[Any]]) -> Reports:
-    """Report as one each failure of fixtures at their end that ranks have sent after a test."""
+    """Report each failure in fixtures' teardown, sent by ranks after a test, as one."""
     ranks = [_read(config, sent) for sent in by_rank]
     merged: Reports = []
     for nodeid in dict.fromkeys(report.nodeid for reports in ranks for report in reports):
@@ -55,7 +55,7 @@ def _read(config: pytest.Config, sent: list[Any]) -> Reports:
 
 
 def _reports(item: pytest.Item, answer: Answer) -> Reports:
-    """Read the reports of one rank, or make one if it could not begin, or a peer's failure ended it."""
+    """Read the reports of one rank, or create one if it could not begin, or a peer's failure ended it."""
     done = answer.done
     if done is None or not isinstance(done.value, str):
         return _read(item.config, answer.reports)
@@ -75,7 +75,7 @@ def _is_echo(report: pytest.TestReport) -> bool:
 
 
 def _move_echoes(ranks: list[Reports]) -> None:
-    """Let an echo be of the phase of the failure that it repeats: its own rank may have been in an earlier one."""
+    """Move an echo to the phase of the failure that it repeats: its own rank may have been in an earlier one."""
     failed = [report for reports in ranks for report in reports if _has_failed(report)]
     causes = [report.when for report in failed if not _is_echo(report)]
     if not causes:
@@ -87,7 +87,7 @@ def _move_echoes(ranks: list[Reports]) -> None:
 
 
 def _of_phase(phase: str, ranks: list[Reports]) -> ByRank:
-    """Find the report of a phase on each rank."""
+    """Find each rank's report of a phase."""
     found: ByRank = {}
     for rank, reports in enumerate(ranks):
         for report in reports:
@@ -97,11 +97,11 @@ def _of_phase(phase: str, ranks: list[Reports]) -> ByRank:
 
 
 def _merge_alike(alike: ByRank, ranks: list[Reports]) -> pytest.TestReport:
-    """Choose the most important of several ranks' reports of one thing, and add what all must say.
+    """Choose the most important of several ranks' reports of one phase, and add the others' outcomes.
 
     Args:
         alike: The reports.
-        ranks: The reports by which the ranks that are not shown are described.
+        ranks: The reports that describe the ranks not shown.
     """
     chosen = min(alike, key=lambda rank: _importance(alike[rank]))
     report = alike[chosen]
@@ -121,7 +121,7 @@ def _merge_alike(alike: ByRank, ranks: list[Reports]) -> pytest.TestReport:
 
 
 def _importance(report: pytest.TestReport) -> tuple[int, float]:
-    """Order reports: the smallest is the one to show."""
+    """Return the sort key of a report: the smallest is shown."""
     if report.skipped and hasattr(report, "wasxfail"):
         order = 1
     elif _passed_unexpectedly(report):
@@ -138,7 +138,7 @@ def _passed_unexpectedly(report: pytest.TestReport) -> bool:
 
 
 def _disagreement(alike: ByRank) -> str:
-    """Describe a skip that not all ranks share; "" if there is none."""
+    """Describe a skip that only some ranks made; "" if there is none."""
     skipped = [rank for rank, report in alike.items() if report.skipped and not hasattr(report, "wasxfail")]
     if 0 < len(skipped) < len(alike):
         return f"Rank {skipped[0]} skipped the test and others did not; all ranks must, or none."
@@ -149,7 +149,7 @@ def _sections(
     reports: Iterable[tuple[int, pytest.TestReport]],
     world_size: int,
 ) -> list[tuple[str, str]]:
-    """Collect the output of reports by rank, the rank in its title where there are several."""
+    """Collect the output of reports by rank, with the rank in its title if there are several."""
     found = []
     for rank, report in reports:
         mark = f" (rank {rank})" if world_size > 1 else ""
@@ -180,7 +180,7 @@ def _add_section(report: pytest.TestReport, title: str, text: str) -> None:
 
 
 def _merge_lost(item: pytest.Item, lost: list[Answer], ranks: list[Reports]) -> pytest.TestReport:
-    """Report a test in which ranks hung or died; a failure of another rank's own is shown first."""
+    """Report a test in which ranks hung or died, but first another rank's own failure."""
     lines = []
     for answer in lost:
         lines.append(f"Rank {answer.rank} of {len(ranks)} {answer.problem}.")
@@ -189,7 +189,7 @@ def _merge_lost(item: pytest.Item, lost: list[Answer], ranks: list[Reports]) -> 
     lost_ranks = [answer.rank for answer in lost]
     for rank, reports in enumerate(ranks):
         outcome = _describe(reports)
-        if reports and not (rank in lost_ranks and outcome == "passed"):  # of a lost rank only the fixtures
+        if reports and not (rank in lost_ranks and outcome == "passed"):  # a lost rank's fixtures alone passed
             lines.append(f"rank {rank}: {outcome}")
     report = _failure(item, "call", "\n".join(lines))
     every = [(rank, report) for rank, reports in enumerate(ranks) for report in reports]
@@ -204,7 +204,7 @@ def _merge_lost(item: pytest.Item, lost: list[Answer], ranks: list[Reports]) -> 
 
 
 def _failure(item: pytest.Item, phase: Any, text: str) -> pytest.TestReport:
-    """Make the report of a failed phase from a text."""
+    """Create the report of a failed phase from a text."""
     now = time.time()
     keywords: dict[str, Any] = dict.fromkeys(item.keywords, 1)
     place = (item.nodeid, item.location, keywords)

@@ -1,4 +1,4 @@
-"""Pools of warm ranks, one for each world size: start them, give them tasks, and end them."""
+"""Pools of warm ranks, one per world size: start them, give them tasks, and end them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ..spawning.rank_process import RankProcess, describe_exit, rank_environment
 from .rank import Done, Leftovers, RunOptions, Task, Warned, main
 
 PRELOADED = ["ddpkit.testing.rank", "torch._dynamo"]  # DDP imports the second
-_STARTING = 300.0  # seconds to start, join and import the test, however loaded the machine is
-_SETTLING = 5.0  # seconds in which a rank cleans up after a test
-_AFTER_FAILURE = 10.0  # seconds that the other ranks get after the first failure
-_LEAVING = 20.0  # seconds in which ranks finalise their fixtures and leave
-_KEPT = 3  # pools that are kept warm
-_RANKS_VARIABLE = "DDPKIT_TESTING_RANKS"  # in the environment of ranks, and so of all that they start
+_STARTING = 300.0  # seconds to start, join and import the test, even on a busy machine
+_SETTLING = 5.0  # seconds for a rank to clean up after a test
+_AFTER_FAILURE = 10.0  # seconds for the other ranks after the first failure
+_LEAVING = 20.0  # seconds for ranks to finalise their fixtures and leave
+_KEPT = 3  # warm pools
+_RANKS_VARIABLE = "DDPKIT_TESTING_RANKS"  # in the environment of ranks and of all that they start
 
 
 @dataclass
@@ -30,11 +30,11 @@ class Answer:
     """The outcome of a task on one rank.
 
     Attributes:
-        rank: The rank's number.
-        done: The rank's own message; None if it did not come to an end.
-        problem: Why it did not, "" if it did.
-        stack: Its stack when its time was up.
-        reports: The reports of the test that it has made, in pytest's own form for sending.
+        rank: The rank.
+        done: The rank's own message; None if it did not finish.
+        problem: Reason why it did not finish, or "".
+        stack: Its stack at the time-out.
+        reports: Its reports of the test, serialised by pytest.
         warnings: The warnings of the test.
     """
 
@@ -47,7 +47,7 @@ class Answer:
 
     @property
     def is_known(self) -> bool:
-        """Return whether this rank has done its part, or will not."""
+        """Return whether this rank has finished, or never will."""
         return self.done is not None or bool(self.problem)
 
     @property
@@ -57,11 +57,11 @@ class Answer:
 
 
 class Pools:
-    """The pools of a test run, at most one for each world size.
+    """The pools of a test run, at most one per world size.
 
     Args:
         options: How to start the ranks.
-        report_late: Called with the reports of tests that had been reported before, by rank.
+        report_late: Called with reports of tests that were already reported, by rank.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class Pools:
         self._pools: dict[int, _Pool] = {}
 
     def run(self, world_size: int, task: Task, timeout: float, fresh: bool = False) -> list[Answer]:
-        """Run a task on so many ranks.
+        """Run a task on a number of ranks.
 
         Args:
             world_size: Number of ranks.
             task: The task, the same on all.
-            timeout: Bound on it in seconds, from when all ranks have begun.
-            fresh: Use new processes instead of warm ones, and end them afterwards.
+            timeout: Time-out in seconds, from when all ranks have begun.
+            fresh: Whether to use new processes instead of warm ones, and end them afterwards.
 
         Returns:
             The outcome, by rank.
@@ -101,12 +101,12 @@ class Pools:
             self._end(pool)
         else:
             self._pools[world_size] = pool
-        if len(self._pools) > _KEPT:  # the one goes that was not used for longest
+        if len(self._pools) > _KEPT:  # end the least recently used one
             self._end(self._pools.pop(next(iter(self._pools))))
         return answers
 
     def close(self) -> None:
-        """End all ranks and the processes that they have left."""
+        """End all ranks and the processes that they left behind."""
         while self._pools:
             _, pool = self._pools.popitem()
             self._end(pool)
@@ -122,7 +122,7 @@ class _Pool:
     def __init__(self, world_size: int, options: RunOptions) -> None:
         self._mark = uuid.uuid4().hex
         self._store = host_on("127.0.0.1")
-        self._group_timeout: float | None = None  # of the group that the ranks are in
+        self._group_timeout: float | None = None  # of the ranks' current group
         self._ranks: list[_WarmRank] = []
         for rank in range(world_size):
             env = self._environment(rank, world_size)
@@ -130,7 +130,7 @@ class _Pool:
 
     def run(self, task: Task, timeout: float) -> list[Answer]:
         """Run a task on all ranks; `timeout` in seconds, from when all have begun."""
-        former = self._store  # stays until the ranks have left its group, as they begin the task
+        former = self._store  # kept until the ranks have left its group at the start of the task
         if not task.join or self._group_timeout != task.timeout:
             self._store = host_on("127.0.0.1")
         self._group_timeout = task.timeout if task.join else None
@@ -145,7 +145,7 @@ class _Pool:
         return answers
 
     def is_clean(self) -> bool:
-        """Return whether every rank has cleaned up after its last task and can be used again."""
+        """Return whether every rank has cleaned up after its last task and is reusable."""
         deadline = time.monotonic() + _SETTLING
         while True:
             waiting = [rank for rank in self._ranks if rank.leftovers is None]
@@ -174,19 +174,19 @@ class _Pool:
         for rank in self._ranks:
             while rank.process.is_alive() and wait_for_messages([rank], deadline):
                 rank.receive()
-            while rank.receive():  # what it has said at its end
+            while rank.receive():  # its last messages
                 pass
         self.kill()
 
     def take_late_reports(self) -> list[list[Any]]:
-        """Return what came of tests that had been reported before, by rank, each report once."""
+        """Return reports of tests that were already reported, by rank, each once."""
         taken = [rank.late_reports for rank in self._ranks]
         for rank in self._ranks:
             rank.late_reports = []
         return taken
 
     def kill(self) -> None:
-        """End the ranks and all that they have started, at once."""
+        """End the ranks and everything that they started, at once."""
         for rank in self._ranks:
             rank.process.kill()
             rank.process.join()
@@ -199,7 +199,7 @@ class _Pool:
         return env | {_RANKS_VARIABLE: self._mark}
 
     def _wait_for_answers(self, timeout: float) -> None:
-        """Wait until each rank has answered, has died, or was given up for lack of time."""
+        """Wait until each rank has answered, died, or reached the time-out."""
         deadline = time.monotonic() + _STARTING
         began = False
         while True:
@@ -215,21 +215,21 @@ class _Pool:
             if any(rank.answer.is_known and rank.answer.failed for rank in ready):
                 deadline = min(deadline, time.monotonic() + _AFTER_FAILURE)
             if not ready and time.monotonic() >= deadline:
-                problem = f"did not come to begin within {_STARTING:g} s"
+                problem = f"did not begin within {_STARTING:g} s"
                 if began:
-                    problem = f"did not come to an end within {timeout:g} s"
+                    problem = f"did not finish within {timeout:g} s"
                 for rank in waiting:
                     rank.give_up(problem)
 
 
 class _WarmRank(RankProcess):
-    """A process that runs one task after the other.
+    """A process that runs tasks one after the other.
 
     Attributes:
-        answer: The outcome of the present task, as far as it is known.
-        began: True once the test's own code runs.
+        answer: Outcome of the current task, as far as known.
+        began: Whether the test's own code runs.
         leftovers: The state after the task, None until this rank has cleaned up.
-        late_reports: Reports of tests that had been reported before.
+        late_reports: Reports of tests that were already reported.
     """
 
     def __init__(self, rank: int, env: dict[str, str], options: RunOptions) -> None:
@@ -241,19 +241,19 @@ class _WarmRank(RankProcess):
         self.late_reports: list[Any] = []
 
     def send(self, message: object) -> None:
-        """Hand over a message; a rank that has died is noticed when it should answer."""
+        """Send a message; the death of a rank is noticed when it should answer."""
         with suppress(OSError):
             self.pipe.send(message)
 
     def begin(self, task: Task, env: dict[str, str]) -> None:
-        """Hand over a task, and the environment variables to run it under."""
+        """Send a task, and its environment variables."""
         self.answer = Answer(self.rank)
         self.began = False
         self.leftovers = None
         self.send((task, env))
 
     def receive(self) -> bool:
-        """Take in one message of the rank, or its death; return whether there was a message."""
+        """Receive one message from the rank, or its death; return whether there was a message."""
         message = self.next_message()
         if message is None:
             self.leftovers = Leftovers(False, ["its death"])
@@ -276,14 +276,14 @@ class _WarmRank(RankProcess):
         return True
 
     def give_up(self, problem: str) -> None:
-        """End a rank that has not come to an end, and note where it was."""
+        """End a rank that has not finished, and record its stack."""
         self.answer.stack = _stack_of_test(self.read_stack())
         self.answer.problem = problem
         self.process.kill()
 
 
 def _stack_of_test(stack: str) -> str:
-    """Leave out the lines of a stack that belong to pytest and to the rank itself."""
+    """Remove the lines of a stack that belong to pytest and to the rank itself."""
     lines = stack.splitlines(keepends=True)
     for number, line in enumerate(lines):
         if "/_pytest/" in line or "/ddpkit/testing/" in line:
@@ -293,7 +293,7 @@ def _stack_of_test(stack: str) -> str:
 
 
 def _kill_marked(mark: str) -> None:
-    """Kill the processes that the ranks have left; where there is no /proc they are not found."""
+    """Kill the processes that the ranks left behind; without /proc they are not found."""
     sign = f"{_RANKS_VARIABLE}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

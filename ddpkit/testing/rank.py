@@ -1,4 +1,4 @@
-"""Be a warm rank: wait for tasks, run them under a pytest of its own, and clean up after each."""
+"""Run as a warm rank: wait for tasks, run them in a pytest of its own, and clean up after each."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from ..spawning.rank_process import call_and_reply, replace_environment
 from ..watch import stop_agreement, thread
 from . import cleaning
 
-# The messages between the test process and its ranks. A rank sends pairs: what kind of message it
-# is, and the message.
+# The messages between the test process and its ranks. A rank sends pairs: the kind of the message, and
+# the message.
 
 
 class RunOptions(NamedTuple):
@@ -37,8 +37,8 @@ class RunOptions(NamedTuple):
 
     Attributes:
         arguments: pytest's command line in the ranks.
-        options: The values of pytest's options that the ranks take over.
-        basetemp: Below it the ranks keep their own temporary folders.
+        options: Values of pytest's options that the ranks inherit.
+        basetemp: Parent of the ranks' own temporary folders.
         streams: Copies of this process's stdout and stderr; None for a closed one.
         coverage: Arguments for `coverage.Coverage` in a rank, None if coverage is not measured.
     """
@@ -51,13 +51,13 @@ class RunOptions(NamedTuple):
 
 
 class RunTest(NamedTuple):
-    """The work of a task that runs a collected test.
+    """A task that runs a collected test.
 
     Attributes:
-        path: The file that holds the test.
+        path: File of the test.
         nodeid: pytest's name of the test.
         folder: Its `tmp_path`, on all ranks.
-        following: The name of the next test on these ranks, None if there is none.
+        following: Name of the next test on these ranks, or None.
     """
 
     path: Path
@@ -67,13 +67,13 @@ class RunTest(NamedTuple):
 
 
 class Task(NamedTuple):
-    """Work for all ranks of a pool.
+    """A task for all ranks of a pool.
 
     Attributes:
-        work: A test to run, or a call by `dump_call`.
-        join: The ranks call `setup()` first.
-        timeout: Of the process group that is made for it, in seconds.
-        folder: The working directory.
+        work: A test to run, or a call from `dump_call`.
+        join: Whether the ranks call `setup()` first.
+        timeout: Time-out of the process group created for it, in seconds.
+        folder: Working directory.
         path: `sys.path`.
     """
 
@@ -85,7 +85,7 @@ class Task(NamedTuple):
 
 
 class Warned(NamedTuple):
-    """A warning that the rank's pytest has recorded in a test."""
+    """A warning that the rank's pytest recorded in a test."""
 
     module: str  # of its class
     category: str
@@ -98,9 +98,9 @@ class Done(NamedTuple):
     """The task has ended.
 
     Attributes:
-        failed: True if this rank's part of it failed.
-        value: The reply of a call, None of a test; a text if it did not begin.
-        output: The text that a call has printed; a test's reports hold it themselves.
+        failed: Whether this rank's part of it failed.
+        value: Result of a call, None for a test; a text if it did not begin.
+        output: Printed output of a call; a test's reports contain theirs.
         heard_of: The other rank that failed and so ended this one's part; `value` is then a text.
     """
 
@@ -111,10 +111,10 @@ class Done(NamedTuple):
 
 
 class Leftovers(NamedTuple):
-    """The state of a rank after a task, when all has been reset that can be.
+    """The state of a rank after a task and all resets.
 
     Attributes:
-        joined: True if the rank is still in the group that it was given.
+        joined: Whether the rank is still in the group that it was given.
         traces: Reasons not to use this process again, as phrases.
     """
 
@@ -123,10 +123,10 @@ class Leftovers(NamedTuple):
 
 
 def main(connection: Connection, options: RunOptions, rank: int) -> None:
-    """Be a rank until the test process says that it is over, or has gone."""
+    """Run as a rank until the test process ends it, or is gone."""
     os.environ.pop("PYTEST_ADDOPTS", None)
     _take_streams(options.streams)
-    gc.freeze()  # pytest collects garbage again and again, but not torch's modules
+    gc.freeze()  # pytest collects garbage often, but need not scan torch's modules
     coverage = _start_coverage(options.coverage)
     arguments = [*options.arguments, f"--basetemp={options.basetemp}-{os.getpid()}"]
     code = pytest.main(arguments, plugins=[RankPlugin(connection, options, rank)])
@@ -139,7 +139,7 @@ def main(connection: Connection, options: RunOptions, rank: int) -> None:
 
 
 def _take_streams(streams: list[Connection | None]) -> None:
-    """Take the test process's own streams, in place of those of the process that forked this."""
+    """Use the test process's streams instead of those of the process that forked this."""
     for number, stream in enumerate(streams, 1):
         source = os.open(os.devnull, os.O_RDWR) if stream is None else stream.fileno()
         os.dup2(source, number)
@@ -152,7 +152,7 @@ def _start_coverage(settings: dict[str, Any] | None) -> Any:
         return None
     import coverage
 
-    if coverage.Coverage.current() is not None:  # coverage looks after processes itself
+    if coverage.Coverage.current() is not None:  # coverage starts itself in new processes
         return None
     running = coverage.Coverage(data_suffix=True, **settings)
     running.start()
@@ -167,22 +167,22 @@ class RankPlugin:
         self._options = options
         self._rank = rank
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._store_port: str | None = None  # of the store where the group that is kept was made
+        self._store_port: str | None = None  # of the store of the current group
         self._group: object = None
         self._session: Any = None
-        self._items: dict[str, pytest.Item] = {}  # the tests that have been collected so far
+        self._items: dict[str, pytest.Item] = {}  # collected tests
         self._last: pytest.Item | None = None
         self._any_failed = False
-        self._problems: list[str] = []  # of collecting
+        self._problems: list[str] = []  # errors of collection
         self._folder = Path()
         self._failing: BaseException | None = None
         self._show_warning = warnings.showwarning
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_configure(self, config: pytest.Config) -> None:
-        """Take over the test process's options, and tell other plugins that this run is a part."""
+        """Inherit the test process's options, and tell other plugins that this run is a part."""
         vars(config.option).update(self._options.options)
-        warnings.showwarning = lambda *args, **kwargs: None  # of other plugins: the test process has shown it
+        warnings.showwarning = lambda *args, **kwargs: None  # other plugins': the test process has shown them
         config.__dict__["workerinput"] = {
             **self._options.options,
             "workerid": f"rank{self._rank}",
@@ -199,7 +199,7 @@ class RankPlugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """Run the tasks that arrive, until nothing more comes."""
+        """Run the tasks that arrive, until none is left."""
         self._session = session
         warnings.showwarning = self._show_warning
         self._arguments = [*sys.argv]
@@ -216,10 +216,10 @@ class RankPlugin:
         lifecycle.teardown()
         return True
 
-    # Tasks, and what is cleaned up after them.
+    # Tasks, and the cleanup after them.
 
     def _run_tasks(self) -> bool:
-        """Run tasks, and return true if the ranks are still as they were before the last one."""
+        """Run tasks; return true if the ranks are still as they were before the last one."""
         before: cleaning.Traces | None = None
         unharmed = True
         while True:
@@ -237,11 +237,11 @@ class RankPlugin:
                 self._send("leftovers", leftovers)
 
     def _wait(self) -> Any:
-        """Wait for the test process, without log records: nobody asks about ranks that wait.
+        """Wait for the test process, without log records about waiting ranks.
 
         Returns:
-            A `Task` and its environment variables; "clean up" when all ranks have done it; None
-            when all is over.
+            A `Task` and its environment variables; "clean up" when all ranks have done it; None at the
+            end.
         """
         logger = thread.log
         logger.disabled = True
@@ -256,8 +256,8 @@ class RankPlugin:
             self._prepare(task, env)
             before = cleaning.traces()
             done = self._do(task)
-        except PeerError as error:  # between the parts of the test in which it would be reported
-            # sent from here, where it is being handled and so is not raised again
+        except PeerError as error:  # between the parts of the test that would report it
+            # sent while it is being handled, so that it is not raised again
             self._send("done", Done(True, f"PeerError: {error}", heard_of=error.rank))
             return None
         except Exception:  # it cannot join, for example
@@ -267,7 +267,7 @@ class RankPlugin:
         return None if done.failed else before
 
     def _prepare(self, task: Task, env: dict[str, str]) -> None:
-        """Give the task its environment, and join or leave the group as it asks."""
+        """Set the task's environment, and join or leave the group as it requires."""
         os.chdir(task.folder)
         sys.path[:] = task.path
         replace_environment(env)
@@ -295,14 +295,14 @@ class RankPlugin:
         return Done(reply.failed, reply, output)
 
     def _begin(self) -> None:
-        """Note that the test's own code begins; from now on its time counts."""
+        """Record that the test's own code begins; from now on its time counts."""
         self._send("began", None)
 
     def _leftovers(self, before: cleaning.Traces) -> Leftovers:
-        """Leave the group if the task has or has stopped it, and describe all that the task has left behind."""
+        """Leave the group if the task has or has stopped it, and describe everything left behind."""
         joined = self._group is not None and dist.group.WORLD is self._group
         joined = joined and not stop_agreement.current().is_begun
-        put_back_unused()  # they stay where the ranks have stopped
+        put_back_unused()  # they stay if the ranks have stopped
         found = before.changes()
         if joined:
             found += _try_group()
@@ -320,7 +320,7 @@ class RankPlugin:
         except (EOFError, OSError):  # the test process has gone
             os._exit(1)
 
-    # One test, whose reports are sent at once, for the rank may not come to its end.
+    # One test; its reports are sent at once, because the rank may not finish.
 
     def _run_test(self, test: RunTest) -> Done:
         self._folder = test.folder
@@ -330,7 +330,7 @@ class RankPlugin:
             _raise_failure_of_peer()  # it may have interrupted the import
             not_found = f"{test.nodeid} was not found in {test.path} on the ranks.\n"
             return Done(True, "".join(self._problems) or not_found)
-        # those that were kept for another test than this one
+        # fixtures kept for another test than this one
         self._end_fixtures(item, group_is_whole=True)
         self._last = item
         self._failing = None
@@ -343,7 +343,7 @@ class RankPlugin:
         return Done(self._any_failed, None)
 
     def _collect(self, test: RunTest) -> pytest.Item | None:
-        """Return a test, collecting its file if it is not known yet; None if it is not there."""
+        """Return a test, collecting its file if necessary; None if it does not exist."""
         if test.nodeid not in self._items:
             self._problems.clear()
             for item in self._session.perform_collect([str(test.path)]):
@@ -351,10 +351,10 @@ class RankPlugin:
         return self._items.get(test.nodeid)
 
     def _end_fixtures(self, following: pytest.Item | None, group_is_whole: bool) -> None:
-        """End the fixtures that the test before had and the following has not; send if they fail.
+        """End the fixtures of the previous test that the next does not use; send their failures.
 
         Args:
-            following: The next test, None if there is none.
+            following: The next test, or None.
             group_is_whole: False if a test has failed, so that collectives fail as well.
         """
 
@@ -371,7 +371,7 @@ class RankPlugin:
         self._send_report("late report", report)
 
     def _send_report(self, kind: str, report: pytest.TestReport) -> None:
-        """Send a report in pytest's own form for sending."""
+        """Send a report, serialised by pytest."""
         config = self._session.config
         data = config.hook.pytest_report_to_serializable(config=config, report=report)
         self._send(kind, data)
@@ -380,14 +380,14 @@ class RankPlugin:
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item) -> bool:
         """Run the test once, as pytest itself does.
 
-        A plugin that repeats tests cannot do it on one rank alone.
+        A plugin that repeats tests cannot do so on one rank alone.
         """
         runner: Any = self._session.config.pluginmanager.getplugin("runner")
         return bool(runner.pytest_runtest_protocol(item, nextitem))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self) -> Generator[None, object, object]:
-        """Tell the other ranks if this part fails; raise a peer's failure where it is the cause."""
+        """Tell the other ranks if this part fails; raise a peer's failure if that is the cause."""
         try:
             return (yield)
         except (pytest.skip.Exception, pytest.xfail.Exception):
@@ -400,8 +400,8 @@ class RankPlugin:
             self._failing = cause
             raise cause from error
 
-    pytest_runtest_setup = pytest_runtest_call  # when fixtures fail
-    pytest_runtest_teardown = pytest_runtest_call  # when they fail at their end
+    pytest_runtest_setup = pytest_runtest_call  # fixtures may fail
+    pytest_runtest_teardown = pytest_runtest_call  # also in teardown
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -409,7 +409,7 @@ class RankPlugin:
         item: pytest.Item,
         call: pytest.CallInfo[Any],
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Note in each report what the test process cannot see."""
+        """Add to each report what the test process cannot see."""
         report = yield
         error = None if call.excinfo is None else call.excinfo.value
         report.__dict__.update(
@@ -432,7 +432,7 @@ class RankPlugin:
             self._send("warning", Warned(kind.__module__, kind.__name__, text, *place))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Keep the error that prevents a file from being collected."""
+        """Store the error that prevents a file from being collected."""
         if report.failed:
             self._problems.append(report.longreprtext + "\n")
 
@@ -443,11 +443,11 @@ class RankPlugin:
 
     @pytest.fixture
     def subtests(self) -> NoReturn:
-        """Refuse subtests, of which each rank could have others."""
+        """Forbid subtests, which could differ between ranks."""
         pytest.fail("Tests on ranks have no subtests: use @pytest.mark.parametrize.", pytrace=False)
 
     def pytest_enter_pdb(self) -> NoReturn:
-        """Refuse a debugger, for no rank has the terminal."""
+        """Forbid a debugger, because no rank has the terminal."""
         pytest.fail("Ranks have no debugger: call the test's function in one process.", pytrace=False)
 
 
@@ -465,7 +465,7 @@ def _raise_failure_of_peer() -> None:
 
 
 def _try_group() -> list[str]:
-    """Do a step together, which fails or hangs if the ranks are not together in their group."""
+    """Run a step together, which fails or hangs if the ranks are not together in their group."""
     number = torch.ones(1)
     try:
         _raise_failure_of_peer()
@@ -480,7 +480,7 @@ def _try_group() -> list[str]:
 
 
 def _needs_group(error: BaseException) -> bool:
-    """Return whether this may be an error only because a test has failed before."""
+    """Return whether this error may only follow from an earlier failure of a test."""
     parts = getattr(error, "exceptions", None)  # of several fixtures
     if parts is not None:
         return all(_needs_group(part) for part in parts)

@@ -1,1 +1,1 @@
-"""Noticing at once that a rank has died or failed."""
+"""Detect at once that a rank has died or failed."""

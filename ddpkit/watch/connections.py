@@ -1,8 +1,7 @@
-"""The connections of the watch: a tree with rank 0 at its top, open to its ranks and shut to everybody else.
+"""The connections of the watch: a tree with rank 0 at the top, open to the job's ranks only.
 
-Nothing here blocks, so that no peer, slow, stopped or hostile, keeps the others from being heard. A stranger, which is
-a connection that has not shown the token in its first line, has little time and memory, and nothing that it sends is
-interpreted.
+Nothing here blocks, so that no peer, slow, stopped or hostile, delays messages from the others. A stranger (a
+connection without the token in its first line) has little time and memory, and nothing that it sends is interpreted.
 """
 
 from __future__ import annotations
@@ -21,43 +20,43 @@ from .links import Attempts, children_of, keep_alive, parent_of, segments_receiv
 from .messages import Lines, Message, parse, shows_token
 
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
-_MAX_STRANGERS = 64  # connections, beyond those of the ranks, that may be open without having shown the token
-_TOKEN_SECONDS = 30.0  # in which they must
-_TOKEN_BYTES = 200_000  # in which they must
-_MAX_ACCEPTED = 100  # connections that are accepted between two looks, beyond those of the ranks
-_LOOK = 1.0  # seconds between looks whether anything has come from each rank
-_DOUBTFUL = 2  # looks in a row without anything, from which on the rank's host is asked in a second way
-_SILENT = 9  # the same, after which its connection has ended
+_MAX_STRANGERS = 64  # open connections, beyond those of the ranks, that have not sent the token
+_TOKEN_SECONDS = 30.0  # time limit for the token
+_TOKEN_BYTES = 200_000  # bytes that may come before it
+_MAX_ACCEPTED = 100  # connections accepted between two checks, beyond those of the ranks
+_LOOK = 1.0  # seconds between checks whether anything has come from each rank
+_DOUBTFUL = 2  # checks in a row without data, after which the rank's host is probed in a second way
+_SILENT = 9  # checks in a row without data, after which the connection counts as closed
 _OUT_OF_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 @dataclass(frozen=True)
 class Event:
-    """A rank's message, or the end of its connection; `rank` is None for a message of no rank, with the token."""
+    """A rank's message, or the end of its connection; `rank` is None for a message with the token from no rank."""
 
     rank: int | None
     message: Message | None  # None when the connection has ended
-    silent: bool = False  # whether it has ended because nothing came any more
+    silent: bool = False  # whether it ended for lack of data
 
 
 @dataclass(eq=False)
 class _Connection:
     socket: socket.socket
     rank: int | None = None
-    since: float = field(default_factory=lambda: time.monotonic())  # read when called: tests have a clock of their own
+    since: float = field(default_factory=lambda: time.monotonic())  # read when called: tests replace the clock
     lines: Lines = field(default_factory=Lines)
     taken: int = 0  # bytes
     unsent: bytearray = field(default_factory=bytearray)
     open: bool = True
-    asks: bool = False  # whether it has shown the token to ask what the ranks are doing
-    exiting: bool = False  # whether its process is about to end, and its exit code to come
-    segments: int = 0  # that have come until the last look
-    silent: int = 0  # looks in a row since then
-    attempts: Attempts = field(default_factory=lambda: Attempts())  # looked up when called: tests have others
+    asks: bool = False  # whether it sent the token to ask what the ranks are doing
+    exiting: bool = False  # whether its process is exiting, with the exit code still to come
+    segments: int = 0  # received until the last check
+    silent: int = 0  # checks in a row without data
+    attempts: Attempts = field(default_factory=lambda: Attempts())  # looked up when called: tests replace it
 
 
 def _last_events(connection: _Connection) -> list[Event]:
-    """Return the last byte of a process that was about to end, its exit code, and the end of a rank's connection."""
+    """Return the last byte of an exiting process, its exit code, and the end of a rank's connection."""
     if connection.rank is None:
         return []
     events = []
@@ -69,15 +68,15 @@ def _last_events(connection: _Connection) -> list[Event]:
 
 
 class Connections:
-    """This rank's connections in the tree: to its children, and to its parent.
+    """This rank's connections in the tree, to its children and its parent.
 
     One thread polls; any thread may post.
 
     Args:
         rank: This process's rank.
         world_size: Number of ranks in the job.
-        token: The secret of this start of the job.
-        listener: The socket to which the children connect, if this rank has some. It is closed with the connections.
+        token: Secret of this start of the job.
+        listener: Socket for the children, if this rank has some. It is closed with the connections.
         say: Called with a text for the log.
     """
 
@@ -90,17 +89,17 @@ class Connections:
         self._token = token
         self._say = say
         self._ranks: dict[int, _Connection] = {}
-        self._strangers: dict[_Connection, None] = {}  # in the order in which they came
-        self._behind: set[_Connection] = set()  # with something unsent
-        self._writing: set[_Connection] = set()  # for which the selector waits until there is room
-        self._lock = threading.Lock()  # around what is sent
+        self._strangers: dict[_Connection, None] = {}  # the oldest first
+        self._behind: set[_Connection] = set()  # with unsent data
+        self._writing: set[_Connection] = set()  # registered with the selector for writing
+        self._lock = threading.Lock()  # guards sending
         self._listener = listener
         self._listens = False
-        self._accepted = 0  # connections since the last look
-        self._complained = False  # that nothing can be accepted
+        self._accepted = 0  # connections since the last check
+        self._complained = False  # whether it has logged that none can be accepted
         self._next_look = 0.0
         self._leaving = False
-        self._news = b""  # for those that connect later
+        self._news = b""  # sent to those that connect later
         self.full = threading.Event()  # set when all children are connected
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
@@ -114,13 +113,13 @@ class Connections:
             self.full.set()
 
     def connect(self, sock: socket.socket) -> None:
-        """Take this socket for the connection to the parent."""
+        """Use this socket as the connection to the parent."""
         sock.setblocking(False)
         connection = _Connection(sock)
-        # before anything else that is posted
+        # before any other post
         connection.unsent += encode(token=self._token, rank=self._rank) + self._news
         self._adopt(connection, parent_of(self._rank))
-        self._selector.register(sock, _READ, connection)  # last, for the other thread may be polling
+        self._selector.register(sock, _READ, connection)  # last: the other thread may be polling
         self._send(connection, b"")
         self.wake()
 
@@ -129,11 +128,11 @@ class Connections:
         return [rank for rank in self._children if rank not in self._ranks]
 
     def post(self, line: bytes, exclude: int | None = None, to: Collection[int] | None = None) -> None:
-        """Send a line to ranks that are connected here: at once what the kernel takes, the rest later.
+        """Send a line to connected ranks: what the kernel takes at once, the rest later.
 
         Args:
-            line: What to send.
-            exclude: A rank that is passed over.
+            line: The line.
+            exclude: Rank to skip.
             to: The ranks; by default all.
         """
         for rank, connection in list(self._ranks.items()):
@@ -143,7 +142,7 @@ class Connections:
             self.wake()
 
     def post_news(self, line: bytes, exclude: int | None = None) -> None:
-        """Send a line to all ranks that are connected here, and to those that will be."""
+        """Send a line to all connected ranks, and to those that connect later."""
         self._news = line
         self.post(line, exclude)
 
@@ -156,13 +155,13 @@ class Connections:
         self.post(line, to=self._children)
 
     def answer(self, line: bytes) -> None:
-        """Send a line to those who are no ranks, and have asked."""
+        """Send a line to those that are not ranks, and have asked."""
         for stranger in list(self._strangers):
             if stranger.asks:
                 self._send(stranger, line)
 
     def settle(self, seconds: float) -> None:
-        """Wait until all that was posted is on its way, at most so long; another thread must be polling."""
+        """Wait, with a time limit, until all posts are sent; another thread must be polling."""
         deadline = time.monotonic() + seconds
         while self._behind and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -173,7 +172,7 @@ class Connections:
             self._wake.send(b"x")
 
     def poll(self, seconds: float) -> list[Event]:
-        """Wait for what comes, at most so long; send what is still unsent."""
+        """Wait, with a time limit, for data; send what is unsent."""
         if self._behind or self._writing:
             self._select_writable()
         seconds = min(seconds, max(0.0, self._next_look - time.monotonic()))
@@ -195,10 +194,10 @@ class Connections:
         return events
 
     def _end_silent(self) -> list[Event]:
-        """End the connections to hosts that answer neither the kernel's questions nor attempts to connect once more.
+        """Close connections to hosts that answer neither the kernel's keep-alive probes nor new connections.
 
-        The kernel asks nothing while it waits ever longer to send again what was lost, hence the attempts. Looks are
-        counted, not seconds: while this process or its machine was stopped nobody looked.
+        The kernel sends no probes while it retransmits at growing intervals, so new connections are tried. Checks are
+        counted, not seconds: nobody checked while this process or its machine was stopped.
         """
         events = []
         for rank, connection in list(self._ranks.items()):
@@ -217,9 +216,9 @@ class Connections:
         return events
 
     def part(self, seconds: float) -> Iterator[Event]:
-        """Take leave: send what is unsent, then read until the others have closed, at most so long.
+        """Close in good order: send what is unsent, then read, with a time limit, until the others have closed.
 
-        Closing over unread data would destroy our last words on their way to the other side.
+        Closing with unread data would discard the last messages on their way to the other side.
         """
         self._leaving = True
         self._listen(False)
@@ -230,7 +229,7 @@ class Connections:
             yield from self.poll(deadline - time.monotonic())
 
     def give_away(self) -> list[int]:
-        """Close all but the connections to the ranks; return the descriptors of these."""
+        """Close all but the connections to ranks; return the descriptors of these."""
         kept = [connection.socket.detach() for connection in self._ranks.values()]
         self._ranks.clear()
         self.close()
@@ -246,7 +245,7 @@ class Connections:
                 sock.close()
         self._selector.close()
 
-    # Accepting
+    # Accept connections.
 
     def _listen(self, on: bool) -> None:
         if self._listener is None or on == self._listens:
@@ -261,12 +260,12 @@ class Connections:
         assert self._listener is not None
         self._accepted += 1
         if self._accepted > _MAX_ACCEPTED + len(self._children):
-            self._listen(False)  # until the next look
+            self._listen(False)  # until the next check
             return
         try:
             sock, _ = self._listener.accept()
         except OSError as error:
-            if error.errno in _OUT_OF_RESOURCES:  # else it has gone again
+            if error.errno in _OUT_OF_RESOURCES:  # else the connection is gone again
                 self._listen(False)
                 self._complain(error)
             return
@@ -289,7 +288,7 @@ class Connections:
                 break
             self._drop(oldest)
 
-    # Receiving
+    # Receive.
 
     def _serve(self, connection: _Connection) -> list[Event]:
         try:
@@ -298,7 +297,7 @@ class Connections:
         except Exception:
             if connection.rank is not None:
                 raise
-            self._drop(connection)  # no stranger shall end the watch
+            self._drop(connection)  # no stranger may end the watch
             return []
 
     def _read(self, connection: _Connection) -> list[Event]:
@@ -328,7 +327,7 @@ class Connections:
     def _receive(self, connection: _Connection, line: bytes) -> Event | None:
         if connection.rank is None:
             return self._admit(connection, line)
-        if connection.exiting and not line:  # its exit code is 10, that of a newline
+        if connection.exiting and not line:  # exit code 10 is a newline
             return Event(connection.rank, Message(code=ord("\n")))
         message = parse(line, self._world_size)
         if message is None or message.rank is not None:
@@ -337,18 +336,18 @@ class Connections:
         return Event(connection.rank, message)
 
     def _admit(self, connection: _Connection, line: bytes) -> Event | None:
-        """Read a stranger's first line: it is a rank's connection from now on, or closed."""
+        """Read a stranger's first line: it becomes a rank's connection, or is closed."""
         message = parse(line, self._world_size) if shows_token(line, self._token) else None
         if message is not None and message.rank is not None:
             self._admit_rank(connection, message.rank)
             return None
         if message is not None and message.asks:
             connection.asks = True
-            return Event(None, Message(asks=True))  # and nothing else that it may say
+            return Event(None, Message(asks=True))  # everything else in it is ignored
         self._drop(connection)
         if message is None or message.failure is None:
             return None
-        if message.failure.rank >= 0:  # of a rank only a rank may speak
+        if message.failure.rank >= 0:  # only a rank may report a rank's failure
             return None
         return Event(None, Message(failure=message.failure))
 
@@ -357,13 +356,13 @@ class Connections:
             self._adopt(connection, rank)
             self._send(connection, self._news)
             return
-        self._drop(connection)  # there is one of that rank already
+        self._drop(connection)  # that rank already has one
 
     def _adopt(self, connection: _Connection, rank: int) -> None:
         self._strangers.pop(connection, None)
         connection.rank = rank
         self._ranks[rank] = connection
-        with contextlib.suppress(OSError):  # it may have gone already; reading will tell
+        with contextlib.suppress(OSError):  # it may be gone; reading will tell
             keep_alive(connection.socket)
         if not self.absent():
             self.full.set()
@@ -379,7 +378,7 @@ class Connections:
         if connection.rank is not None:
             del self._ranks[connection.rank]
 
-    # Sending
+    # Send.
 
     def _send(self, connection: _Connection, line: bytes) -> None:
         with self._lock:
@@ -393,7 +392,7 @@ class Connections:
             except BlockingIOError:
                 self._behind.add(connection)
                 return
-            except OSError:  # it has gone; reading will tell
+            except OSError:  # it is gone; reading will tell
                 connection.unsent.clear()
             self._behind.discard(connection)
             if self._leaving:
@@ -401,7 +400,7 @@ class Connections:
                     connection.socket.shutdown(socket.SHUT_WR)
 
     def _select_writable(self) -> None:
-        """Ask the selector for those connections on which something is unsent, and only for those."""
+        """Register with the selector those connections that have unsent data, and only those."""
         behind = set(self._behind)
         for connection in behind ^ self._writing:
             if connection.open:

@@ -1,4 +1,4 @@
-"""The connections of the watch: between which ranks they are, and how they are kept alive."""
+"""Connections of the watch: the tree of ranks, and keep-alive."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ..join.sockets import connect
 
 _SEGMENTS = slice(140, 144)  # where Linux's struct tcp_info has tcpi_segs_in
 
-# The tree along which the ranks hear of failures: rank 0 at its top, and at most 64 connections for each rank.
+# The tree along which ranks report failures: rank 0 at the top, at most 64 connections per rank.
 
-CHILDREN = 63  # the most that a rank has
+CHILDREN = 63  # most children of a rank
 
 
 def parent_of(rank: int) -> int:
@@ -26,7 +26,7 @@ def parent_of(rank: int) -> int:
 
 
 def children_of(rank: int, world_size: int) -> range:
-    """Return the ranks below this one that are connected to it.
+    """Return the ranks below this one that connect to it.
 
     >>> children_of(0, world_size=65), children_of(1, world_size=65), children_of(2, world_size=65)
     (range(1, 64), range(64, 65), range(65, 65))
@@ -36,18 +36,18 @@ def children_of(rank: int, world_size: int) -> range:
 
 
 def is_below(rank: int, top: int) -> bool:
-    """Return whether a rank's way to rank 0 leads over another, or is that rank itself."""
+    """Return whether a rank's path to rank 0 leads through another, or is that rank."""
     while rank > top:
         rank = parent_of(rank)
     return rank == top
 
 
 def watch_key(rank: int) -> str:
-    """Return the key under which a rank other than rank 0 says where its watch listens."""
+    """Return the key for the address of a rank's watch, other than rank 0's."""
     return f"watch/{rank}"
 
 
-# Single connections
+# Single connections.
 
 
 def connect_to_watch(rank: int, address: tuple[str, int], timeout: float) -> socket.socket:
@@ -58,14 +58,14 @@ def connect_to_watch(rank: int, address: tuple[str, int], timeout: float) -> soc
     except OSError as error:
         raise LaunchError(
             f"The watch cannot connect to rank {rank} at {host}:{port}: {error}. Open the ports between the nodes, "
-            "which the group needs as well, or do without the watch: setup(watch=False)."
+            "which the process group needs, too, or turn off the watch: setup(watch=False)."
         ) from error
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Let the kernel ask every second whether the other end is there, which `segments_received()` then shows.
+    """Make the kernel probe the other end every second, which `segments_received()` then shows.
 
-    The kernel itself gives up only after an hour. Where it does not count segments it gives up after 9 s.
+    The kernel itself gives up only after an hour; where it does not count segments, after 9 s.
     """
     options = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 9000}
     if segments_received(connection):
@@ -77,23 +77,23 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def segments_received(connection: socket.socket) -> int:
-    """Return how many TCP segments have come, those without data too; 0 where the kernel does not count them."""
+    """Return the number of TCP segments received, empty ones included; 0 where the kernel does not count them."""
     if sys.platform != "linux":
         return 0
-    with suppress(OSError):  # some sandboxes have no such option
+    with suppress(OSError):  # some sandboxes lack this option
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SEGMENTS.stop)
         return int.from_bytes(info[_SEGMENTS], sys.byteorder)
     return 0
 
 
 class Attempts:
-    """Attempts to connect to the other end of a connection once more: its host answers, if only by a refusal."""
+    """New connections to the other end of a connection, as probes: its host answers, if only by a refusal."""
 
     def __init__(self) -> None:
         self._sockets: list[socket.socket] = []
 
     def begin(self, connection: socket.socket) -> None:
-        """Begin another; of those before it only the last goes on."""
+        """Start another; of the earlier ones only the last continues."""
         self.close(but=1)
         with suppress(OSError):
             attempt = socket.socket(connection.family)
@@ -102,11 +102,11 @@ class Attempts:
             attempt.connect_ex(connection.getpeername())
 
     def are_answered(self) -> bool:
-        """Return whether the host has answered one."""
+        """Return whether the host answered one."""
         return any(map(_is_answered, self._sockets))
 
     def close(self, but: int = 0) -> None:
-        """Give up all but the last ones."""
+        """Abandon all but the last ones."""
         while len(self._sockets) > but:
             self._sockets.pop(0).close()
 
@@ -121,14 +121,14 @@ def _is_answered(attempt: socket.socket) -> bool:
 
 
 def send_exit_code(descriptors: Iterable[int]) -> None:
-    """Let the end of this process write its exit code, as one byte, to each of these connections.
+    """Make the exit of this process write its exit code, as one byte, to each of these connections.
 
-    Python tells its exit hooks no exit code, for the `SystemExit` has gone by then; glibc's `on_exit` does. Elsewhere
-    nothing is written. The connections stay open until the process has ended.
+    Python's exit hooks do not get the exit code, because the `SystemExit` is gone by then; glibc's `on_exit` does.
+    Elsewhere nothing is written. The connections stay open until the process has ended.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "on_exit") or signal.getsignal(signal.SIGPIPE) != signal.SIG_IGN:
-        return  # where a broken pipe kills, the write might change how the process ends
+        return  # where a broken pipe kills, writing might change how the process ends
     libc.fdopen.restype = ctypes.c_void_p
     for descriptor in descriptors:
         stream = libc.fdopen(descriptor, b"w")

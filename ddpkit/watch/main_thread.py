@@ -1,8 +1,8 @@
 """Raise a peer's failure in the main thread, whatever that is doing, until it ends or handles it.
 
-A signal interrupts the main thread, also in a sleep, and its handler raises there. What it raises may get lost: in a
-task, a callback, a broad `except`. So it is raised again, except while an `except` or `finally` block deals with it.
-A `with` block that it leaves may wait for threads or processes that do not end: that does not count as handling it.
+A signal interrupts the main thread, even in a sleep, and its handler raises there. A task, a callback or a broad
+`except` may lose that error. So it is raised again, except while an `except` or `finally` block handles it. Leaving a
+`with` block that waits for threads or processes does not count as handling it, because they may never end.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from ..join.sockets import SETTLE
 
 _NEVER = float("inf")
 _PAUSE = 0.25  # seconds between signals, about
-_PAUSE_LOST = 0.03  # seconds, at most, until the next signal where what is raised would get lost
+_PAUSE_LOST = 0.03  # most seconds until the next signal where the error would be lost
 _PYTHON = os.path.dirname(os.__file__)
-_ASYNCIO = os.path.join(_PYTHON, "asyncio", "")  # importing it here would take time
-# whose `__exit__` waits for threads or processes
+_ASYNCIO = os.path.join(_PYTHON, "asyncio", "")  # importing it here would be slow
+# modules with an `__exit__` that waits for threads or processes
 _WAITING = tuple(
     os.path.join(_PYTHON, name) for name in ("concurrent", "multiprocessing", "socketserver", "subprocess")
 )
@@ -38,16 +38,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def undisturbed(function: F) -> F:
-    """Let no failure be raised in a function, nor in what it calls."""
+    """Prevent failures from being raised in a function and its calls."""
     _undisturbed.add(function.__code__)
     return function
 
 
 class MainThread:
-    """The main thread of this process, where the failure that a session has heard of is raised by a signal.
+    """The main thread of this process, in which a signal raises the failure that a session knows.
 
     Args:
-        session: Whose first failure is raised, until that is settled.
+        session: The session; its first failure is raised until it is settled.
         wake: Called from the main thread when `next_signal_at` has changed.
     """
 
@@ -56,7 +56,7 @@ class MainThread:
         self._wake = wake
         self._thread = threading.main_thread()
         self._caller = threading.current_thread()
-        self._began = time.monotonic()  # failures that are older are those of an earlier job
+        self._began = time.monotonic()  # older failures are those of an earlier job
         self.next_signal_at = _NEVER
         self._first_signal_at = _NEVER  # since a failure was last handled
         self._handler_ran_at = -_NEVER
@@ -65,43 +65,43 @@ class MainThread:
             self._signal = self._take_signal()
 
     def signal_after(self, seconds: float) -> None:
-        """Let the first signal be due so many seconds from now, unless one is."""
+        """Schedule the first signal in this many seconds, unless one is scheduled."""
         if self.next_signal_at == _NEVER:
             self.next_signal_at = time.monotonic() + seconds
 
     def stop_signals(self) -> None:
-        """Let no signal be due, for there is nothing to raise."""
+        """Cancel the signals: there is nothing to raise."""
         self.next_signal_at = _NEVER
         self._first_signal_at = _NEVER
 
     def begin_again(self) -> None:
-        """Let a signal, again the first, be due some time after the main thread has last been seen to handle one."""
+        """Schedule a signal, again the first, some time after the main thread last handled one."""
         self.next_signal_at = time.monotonic() + _PAUSE
         self._first_signal_at = _NEVER
 
     def has_ended(self) -> bool:
-        """Return whether the main thread has ended, so that the process is about to."""
+        """Return whether the main thread has ended, so that the process is exiting."""
         first = _outermost(sys._current_frames().get(self._thread.ident or 0))
         shuts_down = first is not None and first.co_filename == threading.__file__ and first.co_name == "_shutdown"
         return shuts_down or not self._thread.is_alive()
 
     def handles_failure(self) -> bool:
-        """Return whether a block of the main thread, or of the one that called `setup()`, deals with a failure."""
+        """Return whether a block of the main thread, or of the caller of `setup()`, handles a failure."""
         return any(self._handles_in(thread.ident or 0) for thread in (self._thread, self._caller))
 
     def send_signal(self) -> None:
-        """Interrupt the main thread, whose handler then raises."""
+        """Interrupt the main thread; its handler then raises."""
         now = time.monotonic()
         self._first_signal_at = min(self._first_signal_at, now)
-        # out of step with whatever the main thread does over and over
+        # out of step with the main thread's own periodic work
         self.next_signal_at = now + _random_below(2 * _PAUSE)
         if self._signal is not None and self._is_mine():
-            # the first reaches it also where the signal is blocked, the second also where it sleeps
+            # the first arrives even if the signal is blocked, the second even if the thread sleeps
             _thread.interrupt_main(self._signal)  # type: ignore[arg-type]
             signal.pthread_kill(self._thread.ident or 0, self._signal)
 
     def ignores_signal(self) -> bool:
-        """Return whether the handler has not run, so that the thread is in a call that should have ended by now."""
+        """Return whether the handler has not run, so that the thread is in a call that should have ended."""
         is_late = time.monotonic() > self._first_signal_at + 2 * SETTLE
         return is_late and self._handler_ran_at < self._first_signal_at
 
@@ -114,27 +114,27 @@ class MainThread:
         return time.monotonic() > self._first_signal_at + self._session.failures.grace
 
     def reason(self) -> str:
-        """Say why nothing could be raised in the main thread."""
+        """Explain why nothing could be raised in the main thread."""
         if self._caller is not self._thread:
             return "did not call setup(), so nothing can be raised in it"
         if self._signal is None:
-            return "has handlers of its own for all signals, so nothing can be raised in it"
+            return "has its own handlers for all signals, so nothing can be raised in it"
         if not self._is_mine():
             handler = signal.getsignal(self._signal)
-            return f"cannot be interrupted, for the script has given signal {self._signal} the handler {handler}"
+            return f"cannot be interrupted, because the script has set a handler for signal {self._signal}: {handler}"
         if time.monotonic() < self._handler_ran_at + 1.0:
             return "kept running: the error raised in it was caught or lost each time"
         return "is in a call that does not return"
 
     def close(self) -> None:
-        """Give the signal back, if it is still ours."""
+        """Release the signal, if it is still ours."""
         if self._signal is None or not self._is_mine() or threading.current_thread() is not self._thread:
             return
-        signal.signal(self._signal, signal.SIG_IGN)  # forgets one that is still on its way, which would kill
+        signal.signal(self._signal, signal.SIG_IGN)  # discards a pending one, which would kill
         signal.signal(self._signal, signal.SIG_DFL)
 
     def _take_signal(self) -> int | None:
-        """Choose a signal that nobody uses: a real-time signal, which has no meaning, before one that has."""
+        """Choose an unused signal: a real-time signal, which has no meaning, before one that has."""
         for number in _signals():
             handler = signal.getsignal(number)
             if handler == signal.SIG_DFL or isinstance(getattr(handler, "__self__", None), MainThread):
@@ -176,9 +176,9 @@ def _signals() -> Iterator[int]:
 
 
 def _handled_with(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception, the members of a group, and those during whose handling it was raised.
+    """Yield an exception, the members of a group, and the exceptions being handled when it was raised.
 
-    Not its causes: a script may name one long after it has handled it.
+    Not its causes: a script may name one long after handling it.
     """
     seen: set[int] = set()
     waiting = [error]
@@ -191,7 +191,7 @@ def _handled_with(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_leaving(failure: BaseException, frame: FrameType | None) -> bool:
-    """Return whether a failure is on its way out of a block of Python's own that waits, for example for threads."""
+    """Return whether a failure is leaving one of Python's own blocks that waits, for example for threads."""
     trace = failure.__traceback__
     if trace is not None and trace.tb_frame.f_code.co_filename.startswith(_ASYNCIO):  # asyncio.run() closes its loop
         return True
@@ -205,14 +205,14 @@ def _is_leaving(failure: BaseException, frame: FrameType | None) -> bool:
 
 
 def _random_below(seconds: float) -> float:
-    return random.SystemRandom().uniform(0, seconds)  # not the script's generator
+    return random.SystemRandom().uniform(0, seconds)  # leaves the script's generator alone
 
 
 def _is_lost_in(frame: FrameType | None) -> bool:
-    """Return whether what is raised here would get lost, or do harm.
+    """Return whether an error raised here would be lost or do harm.
 
-    A handler of logging's and a `__del__` lose it, and what handles a failure already has no use for it. An event
-    loop that is left in the middle of its own bookkeeping forgets a task, and then waits for it forever when it closes.
+    Logging's handlers and `__del__` lose it, and code that already handles a failure has no use for it. An event loop
+    interrupted in its own bookkeeping forgets a task, and then waits for it forever when it closes.
     """
     if frame is not None and frame.f_code.co_filename.startswith(_ASYNCIO):
         return True
@@ -225,7 +225,7 @@ def _is_lost_in(frame: FrameType | None) -> bool:
 
 
 def _outermost(frame: FrameType | None) -> CodeType | None:
-    """Return what runs in the first of a thread's frames."""
+    """Return the function in the first of a thread's frames."""
     if frame is None:
         return None
     while frame.f_back is not None:

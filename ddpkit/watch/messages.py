@@ -1,4 +1,4 @@
-"""The messages of the watch, and what a rank is doing: one JSON object a line, each field of which is checked."""
+"""Messages of the watch, and reports of what a rank is doing: one JSON object per line, with every field checked."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ from ..parsing import all_printable, encode, fits
 from .links import parent_of
 from .stop_agreement import REQUEST, StopDecision, StopRequest
 
-# What each rank is doing: its stack, how long since it got on, and the picture of all ranks.
+# What each rank is doing: its stack, the time since its last progress, and the report on all ranks.
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _PYTHON = os.path.dirname(os.__file__)
 _LIBRARIES = tuple(path + os.sep for path in (_PACKAGE, os.path.dirname(torch.__file__)))
-# torch's, around what is meant
+# torch's frames around the relevant ones
 _WRAPPERS = {"wrapper", "decorate_context", "_fn", "_call_impl", "_wrapped_call_impl", "inner"}
-_MOST_FRAMES = 60  # of a stack that are told, the innermost
-PAUSE = 600.0  # seconds until another picture may be shown
-_MOST_TOLD = 5  # numbers that say how far a script is
-_LONGEST = 300  # characters of a text that is told
+_MOST_FRAMES = 60  # innermost frames of a stack in a report
+PAUSE = 600.0  # seconds before the next report
+_MOST_TOLD = 5  # numbers that describe the script's progress
+_LONGEST = 300  # characters of a text in a report
 
 
 @dataclass(frozen=True)
 class Activity:
-    """What a rank is doing, as it tells whoever asks.
+    """What a rank is doing.
 
     Attributes:
         rank: The rank.
-        host: The host it runs on.
+        host: Its host.
         pid: Its process.
-        call: The function that it is in: of a library that its script has called, or of the script.
+        call: Its current function: the library function that the script called, or the script's own.
         place: The script's line.
-        seconds: Since its script got a batch from a loader, or came to a collective of ddpkit's.
-        told: How far its script is, as far as that is known: the epoch and batch of the loader that it reads.
+        seconds: Time since the script got a batch from a loader, or entered a ddpkit collective.
+        told: Progress of the script as far as known: epoch and batch of the loader that it reads.
         stack: Its calls, the outermost first, as "file:line function".
     """
 
@@ -68,13 +68,13 @@ class Activity:
 
     @property
     def is_in_collective(self) -> bool:
-        """Return whether its script has called ddpkit or torch.distributed, or DDP may average gradients."""
+        """Return whether its script has called ddpkit or torch.distributed, or DDP may be averaging gradients."""
         folders = self.stack[-1].partition(":")[0].split(os.sep) if self.stack else []
         return self.call == "backward" or not {"ddpkit", "distributed", "distributed.py"}.isdisjoint(folders)
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Activity:
-        """Make it of fields that have the form `ACTIVITY`, and shorten their texts."""
+        """Create it from fields of the form `ACTIVITY`, and shorten their texts."""
         texts = {name: _short(fields[name]) for name in ("host", "call", "place")}
         stack = tuple(map(_short, fields["stack"][-_MOST_FRAMES:]))
         told = {_short(name): number for name, number in islice(fields["told"].items(), _MOST_TOLD)}
@@ -107,16 +107,16 @@ ACTIVITY = get_type_hints(Activity)  # the form of its JSON
 
 
 def describe_main_thread(rank: int, told: dict[str, int], seconds: float) -> Activity:
-    """Say where the main thread is, from another one, and what it has told of how far its script is."""
+    """Describe the main thread's position, from another thread, and the script's reported progress."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     name, place, stack = _describe(frame)
     return Activity(rank, socket.gethostname(), os.getpid(), name, place, seconds, told, stack)
 
 
 def _describe(frame: FrameType | None) -> tuple[str, str, tuple[str, ...]]:
-    """Return the call that a thread is in, the script's line, and the stack.
+    """Return a thread's current call, the script's line, and the stack.
 
-    The call is that of the script's own code into a library, or its own innermost function if it is in none.
+    The call is that of the script's code into a library, or its own innermost function outside of any.
     """
     frames = [(each.f_code, line) for each, line in traceback.walk_stack(frame)][::-1]
     if not frames:
@@ -129,7 +129,7 @@ def _describe(frame: FrameType | None) -> tuple[str, str, tuple[str, ...]]:
         call += 1
     code, line = frames[script]
     shown = frames
-    if frames[call][0].co_filename.startswith(_LIBRARIES):  # what goes on in there says nothing
+    if frames[call][0].co_filename.startswith(_LIBRARIES):  # frames inside a library do not help
         shown = frames[: call + 1]
     stack = [f"{short_path(each.co_filename)}:{number} {each.co_name}" for each, number in shown[-_MOST_FRAMES:]]
     place = f"{os.path.basename(code.co_filename)}:{line}"
@@ -141,27 +141,26 @@ def _is_wrapper(code: CodeType) -> bool:
 
 
 def _is_library(filename: str) -> bool:
-    """Return whether a file is torch's, ddpkit's or of Python's own library."""
+    """Return whether a file belongs to torch, ddpkit or Python's standard library."""
     if filename.startswith(_LIBRARIES) or filename.startswith("<frozen"):
         return True
     return filename.startswith(_PYTHON + os.sep) and "site-packages" not in filename
 
 
 def short_path(filename: str) -> str:
-    """Write a file as its package or folder and its name."""
+    """Return a file as its package or folder and its name."""
     return os.sep.join(filename.split(os.sep)[-3:])
 
 
 def _short(text: str) -> str:
-    """Shorten a text, and escape what would not be one line of a terminal."""
+    """Shorten a text, and escape what would break a terminal's line."""
     return printable(text[:_LONGEST]).replace("\n", r"\n").replace("\t", r"\t")
 
 
 class Picture:
-    """What all ranks are doing, as rank 0 gathers it to be shown in its log: not again in the next ten minutes.
+    """What all ranks are doing, gathered on rank 0 for its log; at most once in ten minutes.
 
-    It is shown where a wait has been too long; or, if that is only suspected, where all ranks are in collectives, but
-    not in the same one.
+    It is shown after too long a wait; or, on mere suspicion, if all ranks are in collectives, but not in the same one.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -172,7 +171,7 @@ class Picture:
         self._is_suspected = False
 
     def begin(self, seconds: float, is_suspected: bool = False) -> bool:
-        """Return whether the ranks are to be asked now; their answers are waited for at most so long."""
+        """Return whether to ask the ranks now; their answers are awaited with a time limit."""
         now = time.monotonic()
         if now < self._begun_at + PAUSE:
             return False
@@ -183,11 +182,11 @@ class Picture:
         return True
 
     def add(self, activity: Activity) -> None:
-        """Take what a rank is doing into the picture."""
+        """Add a rank's answer."""
         self._activities[activity.rank] = activity
 
     def take(self, at_once: bool = False) -> list[str]:
-        """Return its lines if it is to be shown now: when all have answered, or it has taken too long. Once."""
+        """Return its lines if they are due: when all have answered, or after the time limit. Once."""
         if self._until is None:
             return []
         complete = len(self._activities) == self._world_size
@@ -211,12 +210,12 @@ class Picture:
 
 
 def fold(activities: Iterable[Activity], world_size: int, processes: Mapping[int, str] | None = None) -> list[str]:
-    """Write what all ranks are doing: those with equal stacks once, the most ranks first, then who did not answer.
+    """Describe what all ranks are doing: equal stacks once, the most ranks first, then the ranks that did not answer.
 
     Args:
-        activities: What the ranks have answered.
+        activities: The ranks' answers.
         world_size: Number of ranks in the job.
-        processes: Host and process of the ranks, if they are known.
+        processes: Host and process of the ranks, if known.
     """
     alike: dict[tuple[str, ...], list[Activity]] = {}
     for activity in sorted(activities, key=lambda each: each.rank):
@@ -234,7 +233,7 @@ def fold(activities: Iterable[Activity], world_size: int, processes: Mapping[int
         lines.append(f"{_name(unanswered)}: {words}")
         lines += [f"    rank {rank}: {processes[rank]}" for rank in unanswered if processes]
     if unreached:
-        lines.append(f"{_name(unreached)}: not reached, for the question goes over ranks that do not answer")
+        lines.append(f"{_name(unreached)}: not reached, because ranks between do not answer")
     return lines
 
 
@@ -250,7 +249,7 @@ def _headline(some: list[Activity]) -> str:
 
 
 def _progress(some: list[Activity]) -> str:
-    """Write how far these ranks are, from the one that is behind to the one ahead."""
+    """Describe the ranks' progress, from the slowest to the fastest."""
     text = ""
     for name in some[0].told:
         numbers = [each.told[name] for each in some if name in each.told]
@@ -266,7 +265,7 @@ def _name(ranks: list[int]) -> str:
 
 
 def _as_ranges(numbers: Iterable[int]) -> str:
-    """Write ascending numbers as ranges, such as "0-95,192"."""
+    """Format ascending numbers as ranges, such as "0-95,192"."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][-1] + 1:
@@ -281,7 +280,7 @@ LONGEST = 2_000_000  # bytes of a line: more than the longest failure with every
 
 @dataclass(frozen=True)
 class Steps:
-    """How many steps a rank has counted in which it could stop."""
+    """Number of steps in which a rank could have stopped."""
 
     rank: int
     number: int
@@ -289,11 +288,10 @@ class Steps:
 
 @dataclass(frozen=True)
 class Message:
-    """What one line says: who is speaking, who has left, whose process is about to end, or what has failed.
+    """The content of one line: the speaker, a rank that left, is exiting, or failed.
 
-    Or it asks what the ranks are doing, or answers that for one of them. Or it is about a stop of all ranks: a request,
-    the question how many steps a rank has counted, an answer, the decision. The last byte of a process that is about to
-    end is its exit code.
+    Or a question what the ranks are doing, or a rank's answer. Or part of a stop of all ranks: a request, the question
+    for a rank's number of steps, an answer, the decision. The last byte of an exiting process is its exit code.
     """
 
     rank: int | None = None
@@ -310,14 +308,14 @@ class Message:
 
 
 class Lines:
-    """Cuts a stream at its newlines, wherever it was split; of a line that is too long nothing is kept."""
+    """Splits a stream at its newlines; lines that are too long are dropped."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
         self._too_long = False
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Take in the next piece; return the lines that are complete now, without their newlines."""
+        """Add data; return the lines completed by it, without their newlines."""
         *ends, rest = data.split(b"\n")
         lines = []
         for end in ends:
@@ -330,7 +328,7 @@ class Lines:
         return lines
 
     def rest(self) -> bytes:
-        """Return what has come since the last newline."""
+        """Return the data since the last newline."""
         return bytes(self._rest)
 
     def _keep(self, piece: bytes) -> None:
@@ -342,13 +340,13 @@ class Lines:
 
 
 def shows_token(line: bytes, token: str) -> bool:
-    """Return whether a line begins with the token of the job: nothing else of a stranger's line is read."""
+    """Return whether a line begins with the job's token: nothing else of a stranger's line is read."""
     start = encode(token=token)[: -len(b"}\n")]
     return hmac.compare_digest(line[: len(start)], start)
 
 
 def parse(line: bytes, world_size: int) -> Message | None:
-    """Read a message; return None for anything else.
+    """Parse a message; return None for anything else.
 
     Example:
         >>> parse(b'{"left": 1}', world_size=2).left
@@ -368,7 +366,7 @@ def parse(line: bytes, world_size: int) -> Message | None:
 
 
 def _read(name: str, value: Any, world_size: int) -> Any:
-    """Read a field of a message; return None for what it cannot be."""
+    """Parse a field of a message; return None if it is invalid."""
     shape = _SHAPES[name]
     if not fits(value, shape):
         return None
@@ -378,13 +376,13 @@ def _read(name: str, value: Any, world_size: int) -> Any:
         request = _read("wants_stop", value["request"], world_size)
         return request and StopDecision(value["step"], request)
     rank = value if shape is int else value["rank"]
-    least = -1 if name == "failure" else 0  # -1: the job itself is wrong
+    least = -1 if name == "failure" else 0  # -1: a failure of the job itself
     if rank not in range(least, world_size):
         return None
     return _MAKERS[name](value) if name in _MAKERS else value
 
 
-_SHAPES: dict[str, Any] = {  # of each field
+_SHAPES: dict[str, Any] = {  # form of each field
     "rank": int,
     "left": int,
     "exiting": int,

@@ -22,14 +22,14 @@ Listen = Callable[[], tuple[socket.socket, tuple[str, int]]]
 
 
 def start_watch(job: Job, session: Session, members: Members, listener: socket.socket | None, listen: Listen) -> None:
-    """Connect this rank to those below it, then to the one above it.
+    """Connect this rank to the ranks below it, then to the one above it.
 
     Args:
-        job: It has the watch as soon as that runs, so that it can be ended if a connection fails.
-        session: The job's.
+        job: The job; its watch is set once that runs, so that a failed connection can end it.
+        session: Its session.
         members: Its ranks.
-        listener: The socket on which rank 0 listens already; None on others.
-        listen: Opens one on a rank that has others below it.
+        listener: The socket where rank 0 already listens; None on others.
+        listen: Opens one on a rank with ranks below it.
     """
     rank = session.rank
     timeout = job.asked.timeout
@@ -51,12 +51,12 @@ def _connect_to_parent(session: Session, members: Members, timeout: timedelta) -
         address = _watch_address(session, parent, timeout)
     try:
         return connect_to_watch(parent, address, timeout.total_seconds())
-    except LaunchError as error:  # it may have ended because another rank failed
+    except LaunchError as error:  # the connection may have ended because another rank failed
         raise session.find_cause(host=parent) or error from None
 
 
 def _watch_address(session: Session, rank: int, timeout: timedelta) -> tuple[str, int]:
-    """Wait until a rank other than rank 0 has said where its watch listens."""
+    """Wait until a rank other than rank 0 has published where its watch listens."""
     key = watch_key(rank)
 
     def late() -> LaunchError:

@@ -1,8 +1,8 @@
-"""Agree at which step all ranks stop, without a collective.
+"""Agree on the step at which all ranks stop, without a collective.
 
-Each rank counts the steps in which it could stop. When one asks for it, rank 0 asks all for their counts; a rank that
-has said its own goes into one more step at most before it hears the answer. That is the step after the furthest one,
-so that no rank has passed it.
+Each rank counts the steps in which it could stop. When one requests a stop, rank 0 asks all for their counts; a rank
+that has answered begins at most one more step before it gets the decision. The decision is the step after the furthest
+one, so that no rank has passed it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class StopRequest:
 
     Attributes:
         rank: The rank.
-        host: The host it runs on.
-        reason: Its reason, as in "got SIGTERM".
-        signal: Number of the signal that it got, 0 if it asks without one.
+        host: Its host.
+        reason: Its reason, such as "got SIGTERM".
+        signal: Number of the signal that it got, 0 without one.
     """
 
     rank: int
@@ -37,7 +37,7 @@ class StopRequest:
         return f"rank {self.rank} ({self.host}) {self.reason}"
 
     def announcement(self) -> str:
-        """Say what follows from it."""
+        """Describe the consequence."""
         text = f"{self}: all ranks stop after the next step or two"
         if self.signal == signal.SIGINT:
             text += "; Ctrl-C again ends at once, and saves nothing"
@@ -46,11 +46,11 @@ class StopRequest:
 
 @dataclass(frozen=True)
 class StopDecision:
-    """What rank 0 tells all ranks.
+    """Rank 0's decision.
 
     Attributes:
-        step: The count of the step at which all stop.
-        request: The first that rank 0 has heard of.
+        step: Count of the step at which all stop.
+        request: The first request that reached rank 0.
     """
 
     step: int
@@ -58,15 +58,15 @@ class StopDecision:
 
 
 class StopAgreement:
-    """What a rank knows of the step at which all stop. Its main thread counts; the watch's thread does the rest.
+    """A rank's knowledge of the stop of all ranks. Its main thread counts; the watch's thread does the rest.
 
     Args:
         world_size: Number of ranks in the job.
 
     Attributes:
-        request: This rank's own, None while it has none. A signal handler may set it: that takes no lock.
-        decision: Rank 0's, None before there is one.
-        is_asked: Whether this rank has been asked for its count.
+        request: This rank's own request, or None. A signal handler may set it, because that takes no lock.
+        decision: Rank 0's decision, or None.
+        is_asked: Whether this rank was asked for its count.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -76,18 +76,18 @@ class StopAgreement:
         self._world_size = world_size
         self._steps = 0
         self._lock = threading.Lock()
-        self._counts: dict[int, int] = {}  # on rank 0, of those that have answered
-        self._first: StopRequest | None = None  # on rank 0, the one that it has heard of
+        self._counts: dict[int, int] = {}  # on rank 0, of the ranks that answered
+        self._first: StopRequest | None = None  # on rank 0, the first request
 
     @property
     def is_begun(self) -> bool:
-        """Return whether this rank has asked that all stop, or heard that one has."""
+        """Return whether this rank has requested a stop, or knows of a request."""
         return self.is_asked or self.request is not None or self.decision is not None
 
-    # The main thread
+    # Called by the main thread.
 
     def next_step(self) -> tuple[int, bool]:
-        """Count a step; return its number, and whether the decision must be known before it is begun."""
+        """Count a step; return its number, and whether the decision must be known before it begins."""
         with self._lock:
             self._steps += 1
             return self._steps, self.is_asked
@@ -96,34 +96,34 @@ class StopAgreement:
         """Return whether this rank has counted the step at which all stop."""
         return self.decision is not None and self._steps >= self.decision.step
 
-    # The watch's thread
+    # Called by the watch's thread.
 
     def answer(self) -> int:
-        """Return the number of steps so far; no more is begun before the decision."""
+        """Return the number of steps so far; no more begin before the decision."""
         with self._lock:
             self.is_asked = True
             return self._steps
 
     def begins(self, request: StopRequest) -> bool:
-        """Take a request on rank 0; return whether it is the first."""
+        """Record a request on rank 0; return whether it is the first."""
         if self._first is not None:
             return False
         self._first = request
         return True
 
     def add(self, rank: int, steps: int) -> None:
-        """Take a rank's count on rank 0."""
+        """Record a rank's count on rank 0."""
         self._counts[rank] = steps
 
     def missing(self, left: Collection[int]) -> list[int]:
-        """Return on rank 0 those that have not answered and can: they have not left, nor has one above them."""
+        """Return, on rank 0, the ranks that have not answered but can: neither they nor a rank above them has left."""
         silent = [rank for rank in range(self._world_size) if rank not in self._counts]
         return [rank for rank in silent if not any(is_below(rank, other) for other in left)]
 
     def decide(self, left: Collection[int]) -> StopDecision | None:
-        """Return on rank 0 the decision, once, when all have answered that have not left.
+        """Return, on rank 0, the decision, once, when all ranks that have not left have answered.
 
-        The main thread does not know it yet: it would stop, and leave before the others have been told.
+        The main thread does not know it yet: it would stop and leave before the others have been told.
         """
         if self._first is None or self.decision is not None or self.missing(left):
             return None
@@ -132,17 +132,17 @@ class StopAgreement:
 
 REQUEST = get_type_hints(StopRequest)  # the form of its JSON
 
-_alone = StopAgreement(1)  # where no watch connects this process with other ranks
+_alone = StopAgreement(1)  # for processes without a watch
 
 
 def current() -> StopAgreement:
-    """Return what this process knows of the step at which all ranks of its job stop."""
+    """Return this process's knowledge of the stop of all ranks of its job."""
     agreement: StopAgreement = current_job.watch().stop_agreement if current_job.is_watched() else _alone
     return agreement
 
 
 def ask(request: StopRequest) -> bool:
-    """Ask that all ranks stop, unless this one has; a signal handler may call it.
+    """Request that all ranks stop, unless this one already has; safe in a signal handler.
 
     Returns:
         Whether this is this rank's first request.
@@ -157,13 +157,13 @@ def ask(request: StopRequest) -> bool:
 
 
 def forget() -> None:
-    """Forget what was asked or decided where there is no watch, which keeps it as long as the job lives."""
+    """Reset requests and decisions without a watch; a watch keeps them for the lifetime of the job."""
     global _alone
     _alone = StopAgreement(1)
 
 
 def _ask_again() -> None:
-    """Pass on to a job that was joined a request from before."""
+    """Pass a request from before on to a job that was joined."""
     if _alone.request is not None and current() is not _alone:
         ask(_alone.request)
 

@@ -1,10 +1,10 @@
-"""Notice at once when a rank dies or fails, also while the others compute or sit in a collective.
+"""Detect at once when a rank dies or fails, even while the others compute or wait in a collective.
 
-Plain TCP connections make a tree of the ranks; while all is well nothing is heard there. A rank
-that fails says so on its own; for one that dies the kernel does, and a cut link is silent for 9 s. Every rank passes
-on what it hears, to all but the one that said it. A rank that hears of a failure raises in its main thread; if that
-cannot be, the failure is printed and the process ends. There is no heartbeat of processes, but of their kernels: a
-thread cannot send one while a C call holds the interpreter lock.
+Plain TCP connections form a tree of the ranks; they are silent as long as all is well. A rank that fails reports it
+itself; for one that dies the kernel does, and a broken link is silent for 9 s. Every rank forwards a report to all but
+its sender. A rank that receives a failure raises in its main thread; if that is impossible, it prints the failure and
+the process ends. Heartbeats come from the kernels, not from processes: a thread cannot send one while a C call holds
+the interpreter lock.
 """
 
 from __future__ import annotations
@@ -36,37 +36,37 @@ from .messages import PAUSE, Activity, Message, Picture, Steps, describe_main_th
 from .stop_agreement import StopAgreement, StopDecision, StopRequest
 
 log = logging.getLogger(__name__)
-_TICK = 1.0  # seconds between looks at the main thread's own wait, and at torchrun
+_TICK = 1.0  # seconds between checks of the main thread's own wait, and of torchrun
 _TICK_FAILED = 0.05  # the same once a rank has failed
 # seconds in which a rank may raise by itself what another has raised
-_IN_WAIT = 0.5  # of ours
-_ELSEWHERE = 0.05  # where torchrun's SIGTERM may come first
-_TOGETHER = 3.0  # for an error that all ranks find, which a busy one finds later
+_IN_WAIT = 0.5  # in ddpkit's waits
+_ELSEWHERE = 0.05  # elsewhere: torchrun's SIGTERM may come first
+_TOGETHER = 3.0  # for an error that all ranks find, a busy one later
 _OF_ALL = {kind.__name__ for kind in ERRORS_OF_ALL_RANKS}
-_EXITING = 60.0  # seconds that a process may take from its exit hooks to its end, before those who wait raise
-_LOOK = 0.3  # seconds in which the store must tell what became of a lost rank, or take it
+_EXITING = 60.0  # seconds from a process's exit hooks to its end, before waiting ranks raise
+_LOOK = 0.3  # seconds in which the store must report or record the fate of a lost rank
 _ANSWERS = 1.0  # seconds in which the ranks answer what they are doing
-_LONG_WAIT = 30.0  # seconds in one collective after which rank 0 asks if the others are in another
-_LAST_WORDS, _LOG_WORDS = 2.0, 0.5  # seconds in which they must be said
+_LONG_WAIT = 30.0  # seconds in one collective after which rank 0 asks whether the others are in another
+_LAST_WORDS, _LOG_WORDS = 2.0, 0.5  # seconds to send them
 
 
 class WatchThread(threading.Thread):
-    """The thread by which this rank hears of failures.
+    """The thread through which this rank learns of failures.
 
-    What each rank does that hears of another:
+    What each rank does about another:
 
-    | heard of a rank           | what each rank does                                                |
+    | event of a rank           | what each other rank does                                          |
     |---------------------------|--------------------------------------------------------------------|
     | its process is exiting    | wait up to 60 s for its exit code                                  |
-    | its exit code             | 0: it has left; else it has failed                                 |
-    | it has left               | raise where the rank is waited for                                 |
-    | its connection has closed | it has failed, unless it has left, or was exiting without an error |
-    | a failure                 | raise it in the main thread; where that cannot be, end the process |
+    | its exit code             | 0: it has left; otherwise it has failed                            |
+    | it has left               | raise if this rank waits for it                                    |
+    | its connection closed     | it has failed, unless it left, or was exiting without an error     |
+    | a failure                 | raise it in the main thread; if impossible, end the process        |
 
     Args:
-        session: The job, whose `failures` are kept up to date.
-        token: A secret of this start of the job; strangers, who do not know it, are ignored.
-        listener: The socket to which this rank's children connect, if it has some.
+        session: The job; its `failures` are kept up to date.
+        token: Secret of this start of the job; strangers, who do not know it, are ignored.
+        listener: Socket to which this rank's children connect, if it has some.
         before_kill: Called with the failure before the process is ended.
     """
 
@@ -81,20 +81,20 @@ class WatchThread(threading.Thread):
         self._main_thread = MainThread(session, self._connections.wake)
         self._closing = False
         self._keeps = False  # whether the connections outlive the thread
-        self._failure_sent = False  # whether this rank has told the others of a failure
+        self._failure_sent = False  # whether this rank has reported a failure
         self._logged = False  # whether it has logged one
         self._picture = Picture(len(session.hosts))
         self._wants_picture = False
-        self._wanted_at = -PAUSE  # when this rank last wanted a picture
+        self._wanted_at = -PAUSE  # when this rank last wanted a report
         self._has_answered = threading.Event()
         self._asks_after = _LONG_WAIT  # seconds after its last collective at which rank 0 asks what the others do
         self.stop_agreement = StopAgreement(len(session.hosts))
-        self._has_requested = False  # whether this rank's request is on its way
+        self._has_requested = False  # whether this rank's request was sent
         _all_connections().add(self._connections)
         self.start()
 
     def wait_for_children(self, timeout: timedelta) -> None:
-        """Wait until the ranks below this one are connected; from then on, each end of a connection means something."""
+        """Wait until the ranks below this one are connected; from then on, the end of a connection is a failure."""
 
         def is_full() -> bool | None:
             return self._connections.full.is_set() or None
@@ -106,7 +106,7 @@ class WatchThread(threading.Thread):
         self._session.until(is_full, timeout, late)
 
     def connect(self, sock: socket.socket) -> None:
-        """Take this socket for the connection to the rank above this one."""
+        """Use this socket as the connection to the rank above this one."""
         self._connections.connect(sock)
 
     def tell(self, failure: Failure) -> None:
@@ -117,28 +117,28 @@ class WatchThread(threading.Thread):
         self._connections.settle(_LAST_WORDS)
 
     def close(self, tells_code: bool = False) -> None:
-        """Leave: after this, no end of a connection is a failure. First set `failures.settled`.
+        """Leave: from now on, the end of a connection is not a failure. First set `failures.settled`.
 
         Args:
-            tells_code: Whether the process ends, and `hand_over()`, called last of all, lets it say its exit code.
+            tells_code: Whether the process exits, and `hand_over()`, called last, lets it send its exit code.
         """
         if tells_code:
             self._keeps = True
             self._connections.post(_line(exiting=self._session.rank))
         else:
             self._connections.post_news(_line(left=self._session.rank, failure=self._failures.known))
-        self._closing = True  # only now: the thread then parts from all connections
+        self._closing = True  # only now: the thread then closes all connections
         self._connections.wake()
         self.join(_LAST_WORDS)
         self._main_thread.close()
 
     def hand_over(self) -> None:
-        """Let the end of the process say its exit code: it has failed unless that is 0."""
+        """Let the exit of the process send its exit code: unless it is 0, this rank has failed."""
         if self._keeps and not self.is_alive():
             send_exit_code(self._connections.give_away())
 
     def run(self) -> None:
-        """Listen until the watch is closed; if that fails, the rank does."""
+        """Listen until the watch is closed; if that fails, so does the rank."""
         try:
             with readable_stacks():
                 while not self._closing:
@@ -154,7 +154,7 @@ class WatchThread(threading.Thread):
         self._connections.close()
 
     def _listen(self) -> None:
-        """Hear what comes until the next look at this rank itself."""
+        """Receive until the next check of this rank itself."""
         for event in self._connections.poll(self._pause()):
             self._hear(event)
         if self._failures.known is not None:
@@ -176,7 +176,7 @@ class WatchThread(threading.Thread):
             return _TICK
         return min(_TICK_FAILED, max(0.0, self._main_thread.next_signal_at - time.monotonic()))
 
-    # Events
+    # Events.
 
     def _hear(self, event: Event) -> None:
         message, sender = event.message, event.rank
@@ -186,9 +186,9 @@ class WatchThread(threading.Thread):
             return
         if message.asks:
             self._on_question(sender)
-        if message.failure is not None:  # before its sender's departure, for which the main thread may be waiting
+        if message.failure is not None:  # before its sender's departure, which the main thread may be waiting for
             self._on_failure(message.failure, sender)
-        if sender is None:  # no rank: whoever says that the job is wrong, or asks
+        if sender is None:  # not a rank: it reports that the job is wrong, or asks
             return
         if message.exiting is not None:
             self._on_exiting(message.exiting, sender)
@@ -225,7 +225,7 @@ class WatchThread(threading.Thread):
         if rank not in self._failures.left:
             self._failures.left.append(rank)
             self._connections.post(_line(left=rank), exclude=sender)
-        self._failures.exiting.pop(rank, None)  # last, for the main thread may be waiting for its end
+        self._failures.exiting.pop(rank, None)  # last: the main thread may be waiting for it
 
     def _on_closed(self, rank: int, silent: bool) -> None:
         if self._failures.known or self._closing:
@@ -234,26 +234,26 @@ class WatchThread(threading.Thread):
             self._on_departure(rank, rank)
         if rank in self._failures.left:
             return
-        told = self._failures.ask_store(_LOOK)  # its last words may be lost, where it did not know this rank yet
+        told = self._failures.ask_store(_LOOK)  # its last report may be lost, if it did not know this rank yet
         words = "its connection closed unexpectedly: the process was killed or crashed, or the network was cut"
         if silent:
-            words = "nothing comes from its host any more: the network was cut, or the machine has stopped"
+            words = "its host stopped sending: the network was cut, or the machine stopped"
         self._fail_for(told or self._failure_of(rank, "lost", words))
 
     def _on_failure(self, failure: Failure, sender: int | None = None) -> None:
-        self._tell_others(failure, exclude=sender)  # first of all: the main thread may leave when it hears of it
+        self._tell_others(failure, exclude=sender)  # first: the main thread may leave when it learns of it
         if self._failures.known is None:
             self._failures.known = failure
 
     def _fail_for(self, failure: Failure) -> None:
-        """Take note of the failure of a rank that cannot tell the others any more."""
+        """Record the failure of a rank that cannot report it any more."""
         self._on_failure(failure)
         self._failures.exiting.pop(failure.rank, None)
         if self._is_neighbour(failure.rank):
-            self._failures.announce(failure, patience=_LOOK)  # for those that come later, or are not yet connected
+            self._failures.announce(failure, patience=_LOOK)  # for ranks that join later, or are not yet connected
 
     def _is_neighbour(self, rank: int) -> bool:
-        """Return whether a rank is next to this one in the tree."""
+        """Return whether a rank is adjacent to this one in the tree."""
         me = self._session.rank
         top, below = sorted((me, rank))
         return below > 0 and parent_of(below) == top
@@ -262,15 +262,15 @@ class WatchThread(threading.Thread):
         return Failure(rank, self._session.hosts[rank], kind, words, "")
 
     def _tell_others(self, failure: Failure, exclude: int | None = None) -> None:
-        """Tell the other ranks of the first failure, and of no other."""
+        """Report the first failure to the other ranks, and no other."""
         if not self._failure_sent:
             self._failure_sent = True
             self._connections.post_news(encode(failure=failure), exclude)
 
-    # What the ranks are doing
+    # Reports of what the ranks are doing.
 
     def show_ranks(self) -> None:
-        """Let rank 0 log what all ranks are doing, because a wait of this one was too long; once in ten minutes."""
+        """Make rank 0 log what all ranks are doing after this rank waited too long; once in ten minutes."""
         now = time.monotonic()
         if self._failures.known is not None or now < self._wanted_at + PAUSE:
             return
@@ -281,7 +281,7 @@ class WatchThread(threading.Thread):
         self._has_answered.wait(_ANSWERS)  # until then this rank is still in its wait
 
     def _on_question(self, sender: int | None) -> None:
-        """Pass on the question what the ranks are doing; rank 0 answers one from below by a picture in its log."""
+        """Forward the question what the ranks are doing; rank 0 answers one from below by a report in its log."""
         if sender is None or sender < self._session.rank:
             self._ask()
         else:
@@ -298,7 +298,7 @@ class WatchThread(threading.Thread):
             self._has_answered.set()
 
     def _on_activity(self, activity: Activity) -> None:
-        """Pass on what a rank is doing: rank 0 to those who have asked, and into the picture."""
+        """Forward a rank's answer: rank 0 to those who asked, and into the report."""
         line = _line(activity=activity)
         if self._session.rank > 0:
             self._connections.post_up(line)
@@ -307,7 +307,7 @@ class WatchThread(threading.Thread):
         self._picture.add(activity)
 
     def _suspect_deadlock(self) -> None:
-        """If rank 0 has long been in a collective, ask the ranks whether they are in different ones."""
+        """If rank 0 has been in a collective for long, ask whether the ranks are in different ones."""
         seconds = time.monotonic() - self._session.acted_at
         if seconds < _LONG_WAIT:
             self._asks_after = _LONG_WAIT
@@ -319,7 +319,7 @@ class WatchThread(threading.Thread):
                     self._ask()
 
     def _make_picture(self) -> None:
-        """Ask for the picture that is wanted, and show it."""
+        """Ask for the wanted report, and log it."""
         wants, self._wants_picture = self._wants_picture, False
         if wants and self._session.rank > 0:
             self._connections.post_up(_line(asks=True))
@@ -330,21 +330,21 @@ class WatchThread(threading.Thread):
         self._show_picture()
 
     def _show_picture(self, at_once: bool = False) -> None:
-        """Log the picture when it is complete, or at once."""
+        """Log the report when it is complete, or at once."""
         with self._harmless():
             lines = self._picture.take(at_once)
             if lines:
                 _log(logging.ERROR, "\n".join(lines))
                 self._has_answered.set()
 
-    # At which step all stop
+    # The step at which all stop.
 
     def wake(self) -> None:
-        """Let the thread look for this rank's request that all stop; a signal handler may call it."""
+        """Make the thread check for this rank's stop request; safe in a signal handler."""
         self._connections.wake()
 
     def _agree_to_stop(self) -> None:
-        """Pass on this rank's request; on rank 0 decide once all have said where they are."""
+        """Forward this rank's stop request; on rank 0 decide once all have answered."""
         request = self.stop_agreement.request
         if request is not None and not self._has_requested:
             self._has_requested = True
@@ -362,7 +362,7 @@ class WatchThread(threading.Thread):
             _log(logging.WARNING, request.announcement())
 
     def _ask_steps(self) -> None:
-        """Ask the ranks below this one how many steps they have counted, and answer for it."""
+        """Ask the ranks below this one for their number of steps, and answer for it."""
         self._connections.post_down(_line(asks_steps=True))
         self._on_steps(Steps(self._session.rank, self.stop_agreement.answer()))
 
@@ -378,16 +378,16 @@ class WatchThread(threading.Thread):
 
     @contextmanager
     def _harmless(self) -> Iterator[None]:
-        """Let an error of what only describes not end the rank."""
+        """Keep an error in a mere description from ending the rank."""
         try:
             yield
         except Exception as error:
             _log(logging.DEBUG, "Describing what the rank is doing failed", error)
 
-    # The main thread
+    # The main thread.
 
     def _look_after_main_thread(self) -> None:
-        """See to it that the main thread hears of a failure, or the process ends."""
+        """Make the main thread raise a failure, or end the process."""
         self._check_store()
         failure = self._failures.known
         if failure is None:
@@ -402,15 +402,15 @@ class WatchThread(threading.Thread):
         elif main_thread.grace_is_over():
             self._kill_process(failure.to_error())
         elif time.monotonic() >= main_thread.next_signal_at:
-            main_thread.send_signal()  # first, for the log may be slow, and a launcher quick
+            main_thread.send_signal()  # first: the log may be slow, and a launcher quick
             self._log_failure(failure)
-        elif main_thread.ignores_signal():  # the rank that failed has cut them, if it lives
+        elif main_thread.ignores_signal():  # the rank that failed has closed them, if it lives
             cut(self._session.connections)
-            if main_thread.waits_for_store():  # whose host may be stopped
+            if main_thread.waits_for_store():  # its host may be stopped
                 cut(self._session.store_connections)
 
     def _check_store(self) -> None:
-        """Learn that the store does not answer, if the main thread waits for it beyond its time-out."""
+        """Detect that the store does not answer, if the main thread waits for it beyond its time-out."""
         deadline = self._session.deadline  # the main thread may clear it meanwhile
         if deadline is None or self._failures.known is not None:
             return
@@ -419,7 +419,7 @@ class WatchThread(threading.Thread):
             self._on_failure(self._failure_of(self._session.store_host, "silent", words))
 
     def _delay(self, failure: Failure) -> float:
-        """Return the seconds in which this rank may find by itself what the other has found."""
+        """Return the seconds in which this rank may find the other's error by itself."""
         if failure.type == "lost":
             return 0.0
         if failure.type in _OF_ALL:
@@ -431,13 +431,13 @@ class WatchThread(threading.Thread):
     def _log_failure(self, failure: Failure) -> None:
         if not self._logged:
             self._logged = True
-            headline = str(failure.to_error()).partition("\n")[0]  # its traceback comes when it is raised
+            headline = str(failure.to_error()).partition("\n")[0]  # the traceback follows when it is raised
             _log(logging.ERROR, headline)
 
     def _break_down(self, error: BaseException) -> None:
-        """Tell all ranks that this one is no longer watched, and see to it that it ends."""
+        """Tell all ranks that the watch of this one failed, and end this rank."""
         session = self._session
-        words = f"its watch broke down, so it would hear of no failure: {describe_error(error)}"
+        words = f"its watch failed, so it cannot detect failures: {describe_error(error)}"
         failure = self._failure_of(session.rank, "unwatched", words)
         _log(logging.CRITICAL, f"Rank {session.rank} fails: {words}", error)
         with suppress(Exception):
@@ -484,7 +484,7 @@ def _warn(text: str) -> None:
 
 @functools.cache
 def _all_connections() -> weakref.WeakSet[Connections]:
-    """Return those that a forked child closes, for it would hold them open after this process's death."""
+    """Return the connections that forked children close, so that they end with this process."""
     everywhere: weakref.WeakSet[Connections] = weakref.WeakSet()
 
     def close_all() -> None:

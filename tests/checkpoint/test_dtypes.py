@@ -49,6 +49,8 @@ def test_a_buffer_of_a_dtype_that_does_not_hold_the_saved_values_is_refused(
         assert torch.equal(model.seen, saved.to(dtype)) or saved.isnan().all()
     for dtype in unfit:
         model = holder(torch.zeros(len(saved), dtype=dtype))
-        with pytest.raises(CheckpointError, match=f"model has seen of {saved.dtype} there, of ".replace("torch.", "")):
+        with pytest.raises(
+            CheckpointError, match=f"model has seen as {saved.dtype} in the checkpoint, ".replace("torch.", "")
+        ):
             checkpoints.load(path, model=model)
         assert torch.equal(model.seen, torch.zeros(len(saved), dtype=dtype))

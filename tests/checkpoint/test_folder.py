@@ -73,7 +73,7 @@ def test_a_checkpoint_that_cannot_be_listed_is_said_to_be_complete(tmp_path: Pat
     for said, steps in on_ranks(save_where_latest_cannot_be_written, nprocs, str(tmp_path)):
         path = re.escape(str(tmp_path / "step-000000002.pt"))
         assert re.match(rf"Saved {path}, which is complete, but cannot list it in .*latest: ", said), said
-        assert "load(path) takes this one. No older one was deleted." in said and steps == [1, 2]
+        assert "load(path) loads this one. No older one was deleted." in said and steps == [1, 2]
     assert Checkpointer(tmp_path).load(tmp_path / "step-000000002.pt")["step"] == 2
     assert newest_step(tmp_path) == 2
 
@@ -107,7 +107,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_a_warning(
     monkeypatch.setattr(Path, "unlink", refuse)
     checkpoints.save(2, fill=torch.full((10,), 2))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "Saved" in caplog.text and "step-000000002.pt, but an old checkpoint stays: " in caplog.text
+    assert "Saved" in caplog.text and "step-000000002.pt, but could not delete an old checkpoint: " in caplog.text
     assert newest_step(tmp_path) == 2 and checkpoints.steps() == [1, 2]
 
 

@@ -69,7 +69,7 @@ def test_the_second_of_two_jobs_is_refused_and_told_of_the_first(tmp_path: Path,
     with job(tmp_path, notes) as first:
         first.wait_for("saved 1")
         since = rf"process {first.process.pid} on \S+, since \d{{4}}-\d\d-\d\d "
-        said = f"{since}.*is writing into .*give each a folder of its own"
+        said = f"{since}.*is writing into .*give each its own folder"
         for _ in range(2):
             with pytest.raises(CheckpointError, match=said):
                 save(tmp_path)
@@ -138,8 +138,8 @@ def save_by_two_rules(folder: str) -> tuple[str, list[int]]:
 @pytest.mark.parametrize("nprocs", [1, 2, 3])
 def test_a_second_one_that_would_delete_what_the_first_keeps_is_refused(tmp_path: Path, nprocs: int) -> None:
     for said, steps in on_ranks(save_by_two_rules, nprocs, str(tmp_path)):
-        assert "keep=3) saves here, too, and keeps other checkpoints than Checkpointer(" in said
-        assert "keep=1): each would delete the other's. Give each a folder of its own." in said
+        assert "keep=3) also saves here, and keeps other checkpoints than Checkpointer(" in said
+        assert "keep=1): each would delete the other's. Give each its own folder." in said
         assert steps == [1, 2, 3]
 
 

@@ -93,13 +93,13 @@ def load_what_does_not_fit(folder: str) -> None:
     fit_optimizer = torch.optim.SGD(same.parameters(), lr=0.5)
     counter = Counter(0)
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"model": wide}, r"model has 0\.weight of shape \(3, 4\) there, of \(5, 4\) here"),
-        ({"model": deep}, r"model has 1\.running_mean there, not here"),
-        ({"model": nn.Sequential(*net(), nn.Linear(1, 1))}, r"model has 3\.weight here, not there"),
-        ({"optimizer": torch.optim.Adam(same.parameters())}, "optimizer is SGD there, Adam here"),
+        ({"model": wide}, r"model has 0\.weight of shape \(3, 4\) in the checkpoint, \(5, 4\) here"),
+        ({"model": deep}, r"model has 1\.running_mean in the checkpoint, not here"),
+        ({"model": nn.Sequential(*net(), nn.Linear(1, 1))}, r"model has 3\.weight here, not in the checkpoint"),
+        ({"optimizer": torch.optim.Adam(same.parameters())}, "optimizer is SGD in the checkpoint, Adam here"),
         (
             {"optimizer": torch.optim.SGD([same[0].weight])},
-            r"optimizer has groups of \[6\] tensors there, of \[1\] here",
+            r"optimizer has groups of \[6\] tensors in the checkpoint, of \[1\] here",
         ),
         ({"ema": same}, "it has no 'ema'; it has: model, optimizer, good, bad"),
     ]
@@ -140,4 +140,4 @@ def test_learning_rates_of_another_global_batch_are_kept_and_said(
     checkpointer.load_latest(optimizer=other)
     assert other.param_groups[0]["lr"] == pytest.approx(0.8)
     (said,) = caplog.messages
-    assert "rates of optimizer were scaled by 8 when it was saved, and by 2 here" in said and "by 0.25." in said
+    assert "rates of optimizer were scaled by 8 when saved, and by 2 here" in said and "by 0.25." in said

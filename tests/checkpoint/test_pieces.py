@@ -196,9 +196,9 @@ def save_what_differs(folder: str) -> dict[str, str]:
 def test_what_cannot_be_saved_is_refused_on_every_rank(tmp_path: Path) -> None:
     for said in on_ranks(save_what_differs, 2, str(tmp_path)):
         assert "values.deep[1]: float32[4] #" in said["copies"] and "differ between ranks" in said["copies"]
-        assert "hold terms of a sum" in said["terms"]
-        assert "the ranks hold parts of other tensors:\n  values.deep[1]:" in said["one rank"]
-        assert "the ranks hold parts of other tensors:\n  values.deep[1]:" in said["shapes"]
+        assert "hold partial sums" in said["terms"]
+        assert "the ranks hold parts of different tensors:\n  values.deep[1]:" in said["one rank"]
+        assert "the ranks hold parts of different tensors:\n  values.deep[1]:" in said["shapes"]
         assert "does not handle sharded tensors" in said["own"] and "mine" in said["own"]
 
 
@@ -340,9 +340,9 @@ def load_what_does_not_fit(folder: str) -> dict[str, str]:
 def test_a_load_that_fails_says_why_on_every_rank(tmp_path: Path) -> None:
     for said in on_ranks(load_what_does_not_fit, 2, str(tmp_path)):
         assert "Rank 1: RuntimeError: not today\nThe objects are in an undefined state" in said["refused"]
-        assert "of float32 there, of float16 here, which does not hold its values" in said["dtype"]
+        assert "as float32 in the checkpoint, float16 here, which cannot hold its values" in said["dtype"]
         assert "nothing was loaded" in said["dtype"]
-        assert "has 0.weight of shape (7, 5) there, of (8, 5) here" in said["shape"]
+        assert "has 0.weight of shape (7, 5) in the checkpoint, (8, 5) here" in said["shape"]
 
 
 def damage(folder: str) -> list[Any]:
@@ -418,10 +418,10 @@ def test_a_file_that_tells_of_pieces_wrongly_is_refused(tmp_path: Path) -> None:
     flat = content["sharded"]["tensors"] | {"model['0.weight']": {**layout, "shape": [7, 5], "pieces": pieces}}
     with open(tmp_path / "step-000000001.pt", "wb") as file:
         dump(content | {"sharded": content["sharded"] | {"tensors": flat}}, file)
-    with pytest.raises(CheckpointError, match="has 2 dimensions, and its pieces have others"):
+    with pytest.raises(CheckpointError, match="has 2 dimensions, but its pieces have another number"):
         Checkpointer(tmp_path).load(path)
     shutil.copy(path, tmp_path / "step-000000007.pt")
-    with pytest.raises(CheckpointError, match="the folder of its pieces is not"):
+    with pytest.raises(CheckpointError, match="the folder of its pieces has no name"):
         Checkpointer(tmp_path).load(tmp_path / "step-000000007.pt")
 
 

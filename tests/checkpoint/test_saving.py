@@ -108,7 +108,7 @@ def save_what_may_differ(folder: str) -> list[Any]:
     rest = checkpoints.load_latest(**state, part=part, different=different)
     assert different.param_groups[0]["lr"] == 0.1
     of_another = torch.optim.Adagrad(nn.Linear(2, 2).parameters()) if rank == 1 else different
-    with pytest.raises(CheckpointError, match="Rank 1: .*\n.*different is Adam there, Adagrad here"):
+    with pytest.raises(CheckpointError, match="Rank 1: .*\n.*different is Adam in the checkpoint, Adagrad here"):
         checkpoints.load(path, different=of_another)
     assert rest["mine"]["rank"] == rank and len(rest["mine"]["t"]) == rank and rest.keys() == {"step", "mine"}
     assert part.moment.tolist() == [rank + 1.0] * (2 + rank)
@@ -123,7 +123,7 @@ def test_each_rank_gets_its_own_back_when_asked_to(tmp_path: Path, nprocs: int) 
     on_ranks(save_what_may_differ, nprocs, str(tmp_path), timeout=60.0)
     for others in (1, 2) if nprocs == 3 else (1, 3):
         for said in on_ranks(load_on_others, others, str(tmp_path)):
-            assert f"holds part, mine, different of each of {nprocs} ranks, and this job has {others}" in said
+            assert f"holds part, mine, different for each of {nprocs} ranks, but this job has {others}" in said
 
 
 def load_on_others(folder: str) -> str:

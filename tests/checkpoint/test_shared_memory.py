@@ -59,6 +59,9 @@ def test_tensors_that_differ_are_not_loaded_into_one(tmp_path: Path, nprocs: int
     for said in on_ranks(load_into_shared_memory, nprocs, str(tmp_path)):
         one, wrapped, actor, critic = said
         for text in (one, wrapped):
-            assert "model['first.weight'] and model['second.weight'] differ there, but share memory here" in text
-        assert "actor['first.weight'] and critic['second.weight'] differ there" in actor
-        assert "critic['second.weight'] and actor['first.weight'] differ there" in critic
+            assert (
+                "model['first.weight'] and model['second.weight'] differ in the checkpoint, but share memory here"
+                in text
+            )
+        assert "actor['first.weight'] and critic['second.weight'] differ in the checkpoint" in actor
+        assert "critic['second.weight'] and actor['first.weight'] differ in the checkpoint" in critic

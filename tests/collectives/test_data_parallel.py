@@ -110,8 +110,8 @@ def test_groups_that_do_not_fit_together_are_refused_on_every_rank() -> None:
     assert third[0].startswith("ValueError: Rank 2 is not in group=") and "rank 2: ValueError" in first[0]
     for found in (first, second, third):
         assert "needs groups of one size" in found[1] and "needs groups of one size" in found[2]
-        assert re.search(r"rank 0 names ranks 0, 1\n +rank 1 names ranks 1, 2\n +rank 2 names ranks 1, 2", found[1])
-        assert found[2].endswith("rank 2 names rank 2")
+        assert re.search(r"rank 0 passed ranks 0, 1\n +rank 1 passed ranks 1, 2\n +rank 2 passed ranks 1, 2", found[1])
+        assert found[2].endswith("rank 2 passed rank 2")
     assert second[3].startswith("TypeError: group must be a process group") and "rank 1: TypeError" in first[3]
 
 

@@ -169,7 +169,7 @@ def break_and_end() -> str:
 
 def test_a_barrier_that_was_broken_without_a_reason_says_so() -> None:
     _, said = on_ranks(break_and_end, 2)
-    assert said == "barrier 'broken': a rank gave up and ended before it said why."
+    assert said == "barrier 'broken': a rank timed out and ended before it gave the reason."
 
 
 def wait_in_a_thread_until_another_has_ended() -> float | None:

@@ -32,4 +32,4 @@ def with_another_kind(folder: str) -> list[str]:
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_another_kind_than_numpys_default_is_refused_by_a_save_on_every_rank(tmp_path: Path, world: int) -> None:
     for text, steps in on_ranks(with_another_kind, world, str(tmp_path)):
-        assert "draws from PCG64, of which the state is not kept" in text and steps == "[1]"
+        assert "uses PCG64, and its state cannot be saved" in text and steps == "[1]"

@@ -375,7 +375,7 @@ def test_each_iteration_is_the_next_epoch():
         assert (loader.epoch, len(loader)) == (1, 5)  # steady while the loop runs
         break
     assert (loader.epoch, loader.state_dict()["consumed"]) == (1, 4)  # a state after break counts the batch, too
-    with pytest.warns(UserWarning, match="The loop over epoch 1 was left after 4 of 20 samples; this one is over epoc"):
+    with pytest.warns(UserWarning, match="The loop over epoch 1 stopped after 4 of 20 samples; this loop starts epoch"):
         assert plain(loader) == epochs[2]
     loader.set_epoch(5)
     assert plain(loader) == epochs[5] and loader.epoch == 6
@@ -393,7 +393,7 @@ def test_each_iteration_is_the_next_epoch():
 def test_an_iterator_that_was_left_counts_nothing_anymore():
     loader = make_loader(range(20), 4)
     old = iter(loader)
-    with pytest.warns(UserWarning, match="was left after 0 of 20 samples"):
+    with pytest.warns(UserWarning, match="stopped after 0 of 20 samples"):
         new = iter(loader)
     next(new), next(new), list(old)
     assert (loader.epoch, loader.state_dict()["consumed"]) == (1, 8)
@@ -494,7 +494,11 @@ def test_loops_over_one_loader_at_once_are_each_over_an_epoch_of_their_own(w):
                 assert [list(one) for one in zip(*pairs, strict=True)] == epochs[:2]
                 assert nested == epochs
             ours = found[0][3]
-            assert len(ours) == 1 and "left after 0 of 24 samples" in ours[0] and "unless that loop goes on" in ours[0]
+            assert (
+                len(ours) == 1
+                and "stopped after 0 of 24 samples" in ours[0]
+                and "unless that loop continues" in ours[0]
+            )
 
 
 def zipped_streams(number):
@@ -595,7 +599,7 @@ def test_a_loop_left_early_after_a_resume_is_not_silent():
     loader = resumed_at(20, 4, 12)
     next(iter(loader))
     with pytest.warns(
-        UserWarning, match=r"epoch 3 was left after 16 of 20 samples; .* epoch 4, .*peek\(\).*epochs\(n\)"
+        UserWarning, match=r"epoch 3 stopped after 16 of 20 samples; .* epoch 4, .*peek\(\).*epochs\(n\)"
     ):
         assert plain(loader) == one_epoch(20, 4, epoch=4, seed=5)
 
@@ -845,7 +849,7 @@ def saved_between_epochs(folder):
 def test_the_end_of_an_epoch_is_kept_where_a_sampler_cannot_resume_inside(w, tmp_path):
     for (said,), went_on, resumed in on_ranks(saved_between_epochs, w, str(tmp_path)):
         assert resumed == went_on
-        assert "Repeated cannot resume inside an epoch, and batch 1 of epoch 1 is done. Take the state when" in said
+        assert "Repeated cannot resume inside an epoch, and batch 1 of epoch 1 is done. Take the state at" in said
 
 
 def test_a_state_inside_an_epoch_is_not_given_to_a_sampler_that_cannot_resume():
@@ -855,7 +859,7 @@ def test_a_state_inside_an_epoch_is_not_given_to_a_sampler_that_cannot_resume():
         loader.load_state_dict({"epoch": 5, "batches": 3})
     with pytest.raises(TypeError, match="A sampler's state is a dict, got a int"):
         loader.load_state_dict(5)
-    with pytest.raises(ValueError, match="epoch 5 with None batches done is nothing to go on from"):
+    with pytest.raises(ValueError, match="the state has epoch 5 with None batches done"):
         loader.load_state_dict({"epoch": 5, "consumed": 3})
     assert loader.epoch == 0
 
@@ -938,7 +942,7 @@ def test_on_one_rank_any_stream_will_do():
     told = make_loader(Draws(), 2, collate_fn=list, num_workers=1, persistent_workers=True)
     assert [epochs_in(list(told)) for _ in range(3)] == [{0}, {1}, {2}]
     assert len(told) == 4
-    with pytest.raises(TypeError, match="length of a stream's shards is not known"):
+    with pytest.raises(TypeError, match="shards have no known length"):
         len(make_loader(Parts(), 2))
 
 
@@ -956,18 +960,22 @@ def test_a_stream_without_shards_is_not_read_by_several_workers():
         (ValueError, {"dataset": Stream(), "batch_size": None}, "batch_size must be a positive integer, got None"),
         (ValueError, {"dataset": []}, "The dataset is empty"),
         (ValueError, {"dataset": [], "train": False}, "The dataset is empty"),
-        (ValueError, {"batch_size": 9, "drop_last": True}, "drop_last=True leaves nothing of 8 samples"),
-        (ValueError, {"train": False, "shuffle": True}, "leave out shuffle and drop_last"),
-        (ValueError, {"train": False, "drop_last": True}, "leave out shuffle and drop_last"),
-        (ValueError, {"sampler": RandomSampler(range(8)), "shuffle": True}, "Leave out shuffle"),
-        (ValueError, {"sampler": DistributedSampler(range(8), 1, 0, batch_size=4)}, "made for batch_size=4, the load"),
-        (ValueError, {"dataset": Stream(), "shuffle": True}, "Leave out shuffle"),
-        (ValueError, {"dataset": Stream(), "sampler": RandomSampler(range(8))}, "leave out the sampler"),
+        (ValueError, {"batch_size": 9, "drop_last": True}, "drop_last=True drops all 8 samples"),
+        (ValueError, {"train": False, "shuffle": True}, "remove shuffle and drop_last"),
+        (ValueError, {"train": False, "drop_last": True}, "remove shuffle and drop_last"),
+        (ValueError, {"sampler": RandomSampler(range(8)), "shuffle": True}, "Remove shuffle"),
+        (
+            ValueError,
+            {"sampler": DistributedSampler(range(8), 1, 0, batch_size=4)},
+            "sampler has batch_size=4, the load",
+        ),
+        (ValueError, {"dataset": Stream(), "shuffle": True}, "Remove shuffle"),
+        (ValueError, {"dataset": Stream(), "sampler": RandomSampler(range(8))}, "remove the sampler"),
         (TypeError, {"dataset": (i for i in range(3))}, "generator has no __len__"),
         (TypeError, {"dataset": None}, "NoneType has no __len__"),
-        (TypeError, {"generator": torch.Generator()}, "takes no generator: it seeds one of its own"),
-        (TypeError, {"batch_sampler": [[1]]}, "takes no batch_sampler: it cuts the batches itself"),
-        (TypeError, {"in_order": False}, "takes no in_order: batches out of order could be neither"),
+        (TypeError, {"generator": torch.Generator()}, "takes no generator: it seeds its own"),
+        (TypeError, {"batch_sampler": [[1]]}, "takes no batch_sampler: it builds its own"),
+        (TypeError, {"in_order": False}, "takes no in_order: batches out of order can be neither"),
         (TypeError, {"num_worker": 2}, r"has no option num_worker: did you mean num_workers\?"),
     ],
 )

@@ -217,8 +217,8 @@ def test_a_hundred_million_samples_start_in_milliseconds_and_megabytes():
     [
         (lambda: sampler(0), "The dataset is empty"),
         (lambda: DistributedEvalSampler([], 1, 0), "The dataset is empty"),
-        (lambda: sampler(3, 8, 0, drop_last=True), "drop_last=True leaves nothing of 3 samples: 8 ranks take 8"),
-        (lambda: sampler(7, 2, 0, drop_last=True, batch_size=4), "drop_last=True leaves nothing of 7 samples"),
+        (lambda: sampler(3, 8, 0, drop_last=True), "drop_last=True drops all 3 samples: 8 ranks take 8"),
+        (lambda: sampler(7, 2, 0, drop_last=True, batch_size=4), "drop_last=True drops all 7 samples"),
         (lambda: sampler(5, 2, 2), "rank is 2 and num_replicas is 2"),
         (lambda: DistributedEvalSampler(range(5), 2, -1), "rank must be an integer of at least 0, got -1"),
         (lambda: sampler(5, batch_size=0), "batch_size must be a positive integer, got 0"),

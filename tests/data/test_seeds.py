@@ -67,7 +67,7 @@ def test_a_seed_that_is_no_integer_is_refused(seed):
 
 @pytest.mark.parametrize("seed", [-1, 2**63])
 def test_a_seed_out_of_range_is_refused(seed):
-    with pytest.raises(ValueError, match=r"A seed is a number in \[0, 2\*\*63\), not"):
+    with pytest.raises(ValueError, match=r"A seed must be in \[0, 2\*\*63\), got"):
         seed_everything(seed)
 
 

@@ -177,9 +177,9 @@ def refused(num_workers: int) -> list[str]:
 @pytest.mark.parametrize(("w", "number"), [(1, 6), (2, 3)])
 def test_every_rank_refuses_too_few_shards_and_a_stream_that_was_split_before(w: int, number: int) -> None:
     for few, split in on_ranks(refused, w, number):
-        assert f"shards is 5, but each of 6 readers ({w} ranks x {max(number, 1)} workers) needs one" in few
-        assert "Use fewer ranks or workers, or cut the data into more shards" in few
-        assert "split among ranks before, by split_dataset_by_node()" in split and "Pass the whole stream" in split
+        assert f"num_shards=5, but each of 6 readers ({w} ranks x {max(number, 1)} workers) needs one" in few
+        assert "Use fewer ranks or workers, or split the data into more shards" in few
+        assert "split_dataset_by_node() has already split this stream" in split and "Pass the whole stream" in split
 
 
 def unseeded() -> Any:

@@ -53,9 +53,9 @@ def read_one_shard(number: int) -> str:
 def test_a_rank_or_worker_with_nothing_to_read_says_so() -> None:
     first, second = on_ranks(read_one_shard, 2, 0)
     assert first == "4 steps"
-    assert "Rank 1 of 2, worker 0 of 1, has nothing to read: part 1 of the stream's 2 parts is empty" in second
+    assert "Rank 1 of 2, worker 0 of 1, has nothing to read: part 1 of 2 parts of the stream is empty" in second
     (found,) = on_ranks(read_one_shard, 1, 2)
-    assert "Rank 0 of 1, worker 1 of 2, has nothing to read: part 1 of the stream's 2 parts is empty" in found
+    assert "Rank 0 of 1, worker 1 of 2, has nothing to read: part 1 of 2 parts of the stream is empty" in found
 
 
 def test_a_part_is_read_without_the_number_of_its_worker() -> None:
@@ -108,7 +108,7 @@ def test_a_state_of_a_stream_is_for_as_many_ranks_and_workers_inside_an_epoch_al
     alone = make_loader(Rows(12), 2, num_workers=1)
     with pytest.raises(ValueError, match="num_replicas was 2 when the state was saved and is 1 now"):
         alone.load_state_dict(states[0])
-    with pytest.raises(ValueError, match="epoch 1 with -1 batches done is nothing to go on from"):
+    with pytest.raises(ValueError, match="the state has epoch 1 with -1 batches done"):
         alone.load_state_dict({"epoch": 1, "batches": -1})
     assert alone.state_dict()["epoch"] == 0
     alone.load_state_dict(end)

@@ -80,7 +80,7 @@ def join_on(device: str) -> str:
 @pytest.mark.cuda
 def test_a_gpu_that_is_not_there_is_refused_on_every_rank() -> None:
     count = torch.cuda.device_count()
-    with pytest.raises(ddpkit.LaunchError, match=f"rank 0: cuda:{count} was asked for .*; rank 1: cuda:{count} was"):
+    with pytest.raises(ddpkit.LaunchError, match=f"rank 0: cuda:{count} was requested .*; rank 1: cuda:{count} was"):
         on_ranks(join_on, 2, f"cuda:{count}", join=False)
 
 

@@ -294,7 +294,7 @@ def test_data_parallel_spreads_a_batch_over_gpus(device: str) -> None:
 def test_data_parallel_on_one_device_is_refused() -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     (found,) = on_ranks(use_data_parallel, 1, visible, join=False, fresh=True)  # which has not touched a GPU yet
-    assert "strategy='dp' is for 1 process on several GPUs" in found
+    assert "strategy='dp' needs 1 process and several GPUs" in found
 
 
 def train_exactly(strategy: str) -> list[float]:

@@ -52,7 +52,7 @@ def test_where_one_sample_is_too_large_all_ranks_raise(rank: int, world_size: in
         if rank == world_size - 1:
             torch.empty(size << 52)
 
-    with pytest.raises(DdpkitError, match="memory does not suffice for one sample"):
+    with pytest.raises(DdpkitError, match="one sample does not fit in memory"):
         find_batch_size(trial, 4)
 
 

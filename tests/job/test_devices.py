@@ -33,7 +33,7 @@ def test_two_ranks_of_a_node_never_get_one_index_unless_each_sees_one(visible: i
 def test_a_device_that_is_not_there_is_an_error_that_counts_those_that_are() -> None:
     if torch.cuda.is_available():
         pytest.skip("needs a machine without CUDA")
-    with pytest.raises(LaunchError, match="cuda:3 was asked for on local rank 0; visible cuda devices: 0"):
+    with pytest.raises(LaunchError, match="cuda:3 was requested on local rank 0; visible cuda devices: 0"):
         choose_device(torch.device("cuda:3"), 0, 1)
 
 
@@ -77,7 +77,7 @@ def agree(kinds: list[str], names: list[str], asked: str | None) -> Any:
         (["cuda"] * 3, ["GPU-a", "GPU-b", "GPU-c"], None, "cuda"),  # one for each task: index 0 everywhere
         (["cuda"] * 3, ["GPU-a", "GPU-b", "GPU-a"], None, "Ranks [0, 2] on"),
         (["cuda"] * 3, ["GPU-a", "GPU-b", "GPU-a"], "cuda:0", "cuda"),  # shared on purpose
-        (["cuda", "cuda", "cpu"], ["GPU-a", "GPU-b", ""], None, "different kinds of device: rank 0 cuda, rank 1 cuda,"),
+        (["cuda", "cuda", "cpu"], ["GPU-a", "GPU-b", ""], None, "different device types: rank 0 cuda, rank 1 cuda,"),
     ],
 )
 def test_every_rank_hears_of_a_device_that_two_would_share(

@@ -73,11 +73,11 @@ def test_one_process_needs_no_group_and_setup_may_be_called_twice() -> None:
         ({"num_threads": 2.0}, "positive integer"),
         ({"num_threads": True}, "positive integer"),
         ({"timeout": timedelta.max}, "at most 10000 days"),
-        ({"device": "gpu"}, "'gpu' is no device"),
+        ({"device": "gpu"}, "'gpu' is not a device"),
         ({"device": 3}, "a torch.device, a name such as"),
         ({"backend": torch.device("cpu")}, "name such as 'gloo'"),
-        ({"backend": "glo"}, "backend='glo' is none that torch knows"),
-        ({"backend": "cpu:gloo,cuda:nccll"}, "none that torch knows"),
+        ({"backend": "glo"}, "backend='glo' is unknown to torch"),
+        ({"backend": "cpu:gloo,cuda:nccll"}, "unknown to torch"),
         ({"watch": "no"}, "True or False"),
     ],
 )
@@ -105,7 +105,7 @@ def test_a_bad_option_of_some_ranks_ends_the_wait_of_the_others(ranks: list[int]
     ended = run(set_up_badly, [platform_env(rank, 3, port) for port in [free_port()] for rank in range(3)], ranks)
     for rank, end in enumerate(ended):
         assert end.code == 1, end
-        assert "'gpu' is no device" in end.output, end
+        assert "'gpu' is not a device" in end.output, end
         assert ("ValueError" in end.output) == (rank in ranks), end
         assert rank in ranks or any(f"Rank {bad} on " in end.output for bad in ranks), end
 
@@ -152,7 +152,7 @@ def test_a_bad_option_is_heard_by_a_rank_0_that_comes_later() -> None:
     port = free_port()
     ended = run(set_up_badly, [platform_env(rank, 3, port) for rank in (1, 2, 0)], [1], delays=[0, 0, 5])
     for end in ended:
-        assert end.code == 1 and "'gpu' is no device" in end.output, end
+        assert end.code == 1 and "'gpu' is not a device" in end.output, end
         assert end.seconds < 100, end
 
 

@@ -95,7 +95,7 @@ def failing_to_choose(port: int) -> str:
 
 def test_a_device_that_is_none_ends_all_ranks() -> None:
     for text in ddpkit.spawn(failing_to_choose, 2, free_port()):
-        assert "rank 1: device='cup' is no device" in text
+        assert "rank 1: device='cup' is not a device" in text
 
 
 def place_of(**fields: Any) -> Launch:

@@ -129,7 +129,7 @@ def test_a_rank_that_takes_the_place_of_one_that_ended_while_joining_ends_the_wa
     envs = [platform_env(rank, 3, port, ROLE=role) for rank, role in ((0, "waits"), (1, "ends"), (1, "follows"))]
     first, dead, second = run(join_or_end_early, envs, str(tmp_path))
     assert dead.code == -signal.SIGKILL, dead
-    assert "ended while the ranks joined. Start all of them anew." in first.output, first
+    assert "ended while the ranks joined. Restart all ranks." in first.output, first
     all_name([first, second], "guide/launching")  # the page of LaunchErrors
 
 

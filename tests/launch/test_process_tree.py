@@ -41,5 +41,5 @@ def test_a_process_that_has_ended_has_gone_also_where_its_number_is_given_again(
         os._exit(0)
     os.waitpid(gone, 0)
     assert runs_since(gone, mine) is False
-    assert "has gone" in Agent(gone, mine, {}).lost()
+    assert "was killed or crashed" in Agent(gone, mine, {}).lost()
     assert ancestors()[os.getppid()] == born(os.getppid())

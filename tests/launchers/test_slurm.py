@@ -92,7 +92,7 @@ def test_the_video_trainers_batch_script_trains_on_two_nodes(slurm: Slurm, tmp_p
 def test_a_batch_script_without_srun_is_one_process_and_a_warning(slurm: Slurm, tmp_path: Path) -> None:
     done = slurm.submit(tmp_path, shlex.join([*PYTHON, *PROGRAM]))
     assert_joined([done], "single", 1)
-    assert "SLURM_NTASKS=4, but this process is none of srun's tasks" in done.output
+    assert "SLURM_NTASKS=4, but this process is not one of srun's tasks" in done.output
     assert "start the ranks with srun" in done.output
 
 
@@ -113,7 +113,7 @@ def test_a_program_typed_into_a_shell_of_four_tasks_runs_alone_with_a_warning(sl
     shell = shlex.join(["script", "--quiet", "--return", "--command", "srun --ntasks=4 --pty bash", "/dev/null"])
     done = slurm.run("sh", "-c", f"printf %s {typed} | {shell}")
     assert done.code == 0 and "rank 0/1 local 0/1 node 0/1 single mean 0" in done.output, done
-    assert "typed into one of 4 shells that srun opened, so it runs alone" in done.output
+    assert "started from one of 4 shells that srun opened, so it runs alone" in done.output
 
 
 def test_a_job_that_is_signalled_saves_is_requeued_and_goes_on(slurm: Slurm, tmp_path: Path) -> None:

@@ -543,7 +543,10 @@ def test_what_cannot_be_averaged_is_refused_on_every_rank_before_anything_moves(
     for rank, found in enumerate(each["_refused"] for each in _at_the_border(world_size)):
         assert all(same for _, same in found.values())
         texts = {name: text for name, (text, _) in found.items()}
-        assert "dense gradients beside their parameters, but that of 0.weight is a sparse_coo tensor" in texts["sparse"]
+        assert (
+            "dense gradients on their parameters' devices, but that of 0.weight is a sparse_coo tensor"
+            in texts["sparse"]
+        )
         assert "but weight is lazy" in texts["lazy"]
         assert "but weight is on the meta device" in texts["meta"]
         assert "takes modules and tensors, got list: unpack a list with *" in texts["no module"]

@@ -142,7 +142,7 @@ def test_apply_scales_every_group_once_and_a_checkpoint_remembers():
 def test_apply_after_a_scheduler_raises_and_changes_nothing():
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    with pytest.raises(ValueError, match="before making the scheduler"):
+    with pytest.raises(ValueError, match="before creating the scheduler"):
         ScalePlan(8, 0.1, 4).apply(optimizer)
     assert optimizer.param_groups[0]["lr"] == 0.1
 

@@ -411,15 +411,14 @@ def _in_another_order() -> list[str]:
 def test_equal_parts_in_another_order_are_an_error_that_says_where(world_size):
     others = "rank 0" if world_size == 2 else "ranks 0, 1"
     heads = [
-        "ReplicaMismatchError: The ranks hold equal entries, but in different orders: entry 2 is parameter "
-        "critic.weight",
+        "ReplicaMismatchError: The ranks hold equal entries in different orders: entry 2 is parameter critic.weight",
         "MismatchError: sync_buffers(how='mean') needs the same order on every rank, but entry 3 is "
         "critic.running_mean",
         "MismatchError: wrap_model needs the same order on every rank, but entry 6 is critic.weight",
     ]
     for found in on_ranks(_in_another_order, world_size):
         for text, head in zip(found, heads, strict=True):
-            assert text.startswith(f"{head} on {others}; ") and f" on rank {world_size - 1}. A set" in text, text
+            assert text.startswith(f"{head} on {others}; ") and f" on rank {world_size - 1}. Sets" in text, text
 
 
 def _two_networks() -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:

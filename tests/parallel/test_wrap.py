@@ -92,9 +92,9 @@ def test_on_several_ranks_a_model_becomes_ddp_with_rank_0s_weights_and_buffers(w
         assert found["unwrapped"] and found["frozen"]
         assert found["seen, True"] == [1.0 + (rank + 1)] * 2  # rank 0's after its first forward, then this rank's own
         assert found["seen, False"] == [2.0 * (rank + 1)] * 2  # rank 0's at the start, then each rank's own
-        assert "already wrapped, in whole or in part" in found["again"]
+        assert "already wrapped, completely or in part" in found["again"]
         assert "sync_batchnorm=True needs an accelerator" in found["batchnorm"]
-        assert "1 process on several GPUs" in found["dp"]
+        assert "1 process and several GPUs" in found["dp"]
         assert "weight: float32[1, 2] on rank 0; float32[1, 3] on rank 1" in found["different"]
         assert "bias: float32[1] on rank 0; float32[1], frozen on rank" in found["different"]
 
@@ -162,7 +162,7 @@ _REFUSED_OPTIONS = {
     "wrap_model() has no option device_ids. ": {"device_ids": [0]},
     "wrap_model() has no option module. ": {"module": nn.Linear(2, 1)},
     "wrap_model() has no option init_sync. ": {"init_sync": False},
-    "wrap_model() has no option bucket_cap: did you mean bucket_cap_mb? Of torch": {"bucket_cap": 25},
+    "wrap_model() has no option bucket_cap: did you mean bucket_cap_mb? With torch": {"bucket_cap": 25},
     "strategy must be auto, ddp or dp, got SGD": {"strategy": torch.optim.SGD(nn.Linear(1, 1).parameters())},
 }
 
@@ -191,7 +191,7 @@ def test_one_process_keeps_the_model_itself(caplog):
         assert wrap_model(net, **options) is net
     assert "torchrun --nproc_per_node" in _message(DdpkitError, lambda: wrap_model(net, "ddp"))
     if torch.accelerator.device_count() < 2:
-        assert "'dp' is for 1 process on several GPUs; " in _message(DdpkitError, lambda: wrap_model(net, "dp"))
+        assert "'dp' needs 1 process and several GPUs; " in _message(DdpkitError, lambda: wrap_model(net, "dp"))
     assert "auto, ddp or dp, got 'fsdp'" in _message(ValueError, lambda: wrap_model(net, "fsdp"))
     assert "already wrapped" in _message(ValueError, lambda: wrap_model(DataParallel(net)))
 
@@ -488,7 +488,7 @@ def test_a_backward_that_ddp_does_not_average_is_an_error(world_size):
     for found in on_ranks(_backwards, world_size):
         for name, said in found.items():
             if any(name.startswith(wrong.__name__) for wrong in _WRONG):
-                assert "second backward after a forward" in said, name
+                assert "second backward after one forward" in said, name
             else:
                 assert said is True, name
 
@@ -548,7 +548,7 @@ def test_a_parameter_that_is_unfrozen_after_wrapping_is_an_error_in_forward(worl
             if name.endswith("again"):
                 assert said == 1.0
             else:
-                assert "2.bias was frozen when wrap_model() saw it, and needs a gradient now" in said
+                assert "2.bias was frozen in wrap_model() and needs a gradient now" in said
 
 
 def _wrap_scripted() -> float:

@@ -416,7 +416,7 @@ def returning(world: World) -> list[str]:
 
 
 def _is_lost(rank: Rank, killed: set[str]) -> bool:
-    is_outvoted = isinstance(rank.error, LaunchError) and "may go on without this rank" in str(rank.error)
+    is_outvoted = isinstance(rank.error, LaunchError) and "may continue without this rank" in str(rank.error)
     return not rank.has_ended_well and not is_outvoted and rank.process.name not in killed
 
 

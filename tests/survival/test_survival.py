@@ -276,7 +276,7 @@ def test_a_new_process_takes_the_place_of_a_lost_rank(ranks: int, deaths: list[D
     lost = {member for member, _, _ in deaths}
     assert [e.code for e in ended[:ranks]] == [-signal.SIGKILL if r in lost else 0 for r in range(ranks)], outputs
     assert [e.code for e in ended[ranks:]] == [0] * len(deaths), outputs
-    assert "comes back, in a new process" in outputs
+    assert "rejoins, in a new process" in outputs
     check(tmp_path, ranks, list(range(ranks)))
 
 
@@ -305,7 +305,7 @@ def test_a_process_whose_place_is_not_vacant_or_that_does_not_take_it_is_told(
     envs = [platform_env(rank, 3, port) for rank in range(3)]
     envs.append(platform_env(2 if calls_survive else 1, 3, port, LATE="1"))
     ended = run(join_late, envs, str(tmp_path), [(1, 5, "forward")], calls_survive, timeout=120)
-    told = "goes on with 2 of its 3 ranks. A process that calls ddpkit.survive() may take the place of a lost one: 1."
+    told = "continues with 2 of its 3 ranks. A process that calls ddpkit.survive() may take the place of a lost one: 1."
     at_once = "Two processes claim rank 2"  # where the others have just begun anew
     assert ended[3].code == 1 and (told in ended[3].output or (calls_survive and at_once in ended[3].output))
     assert ended[3].seconds < 30
@@ -326,7 +326,9 @@ def test_who_does_not_know_the_secret_takes_no_place(
     envs = [platform_env(rank, 3, port, **of_job) for rank in range(3)]
     envs.append(platform_env(1, 3, port, LATE="1", **of_newcomer))
     ended = run(join_late, envs, str(tmp_path), [(1, 5, "forward")], True, timeout=120)
-    assert ended[3].code == 1 and "lets in only who knows its DDPKIT_SECRET" in ended[3].output, ended[3].output
+    assert ended[3].code == 1 and "admits only processes that know its DDPKIT_SECRET" in ended[3].output, ended[
+        3
+    ].output
     assert ended[3].seconds < 30
 
 
@@ -337,7 +339,7 @@ def test_all_ranks_have_one_secret_or_none(odd: int, tmp_path: Path) -> None:
     ended = run(train, envs, str(tmp_path), [], timeout=120)
     assert [e.code for e in ended] == [1, 1, 1]
     for e in ended:
-        assert "DDPKIT_SECRET is not the same here and on rank 0" in e.output, e.output
+        assert "DDPKIT_SECRET differs between this rank and rank 0" in e.output, e.output
 
 
 def test_a_secret_that_can_be_guessed_is_refused(tmp_path: Path) -> None:
@@ -440,7 +442,7 @@ def test_a_rank_that_raises_ends_with_its_error_and_the_others_go_on(tmp_path: P
     ended = start(3, tmp_path, [(1, 6, "raise in forward")])
     assert [e.code for e in ended] == [0, 1, 0], "".join(e.output for e in ended)
     assert "ValueError: a bug" in ended[1].output
-    assert "2 of 3 ranks go on from step 6, after" in ended[0].output
+    assert "2 of 3 ranks resume from step 6, after" in ended[0].output
     assert "rank 1" in ended[0].output and "a bug" in ended[0].output
     check(tmp_path, 3, [0, 2])
 
@@ -449,7 +451,7 @@ def test_the_job_ends_where_too_few_are_left(tmp_path: Path) -> None:
     ended = start(3, tmp_path, [(2, 6, "forward")], 3)
     assert [e.code for e in ended] == [1, 1, -signal.SIGKILL]
     for e in ended[:2]:
-        assert "The ranks that are left cannot go on: 2 ranks are left, and at least 3 were asked for." in e.output
+        assert "The remaining ranks cannot continue: 2 ranks remain, but min_ranks is 3." in e.output
 
 
 def candidate(member: int, steps: int = 7, is_whole: bool = True, regroupings: int = 0) -> Candidate:
@@ -477,16 +479,16 @@ def test_of_a_network_that_was_cut_one_part_at_most_goes_on(
 
 def test_nobody_goes_on_from_the_middle_of_a_step() -> None:
     candidates = [candidate(0, is_whole=False), candidate(1, is_whole=False)]
-    assert "states of a whole step" in decide(0, range(5), candidates, [], 1).refusal
+    assert "states of a complete step" in decide(0, range(5), candidates, [], 1).refusal
 
 
 def test_what_cannot_be_kept_is_refused() -> None:
     net = nn.Linear(1, 1)
-    with pytest.raises(TypeError, match="needs the optimizer"):
+    with pytest.raises(TypeError, match="needs an optimizer"):
         next(ddpkit.survive(net, Count()))
     with pytest.raises(ddpkit.CheckpointError, match=r"Cannot save Holder\.net: .*Unsupported"):
         next(ddpkit.survive(Holder()))
-    with pytest.raises(ValueError, match="more than there are: 1"):
+    with pytest.raises(ValueError, match="more than the world size, 1"):
         next(ddpkit.survive(min_ranks=2))
 
 
@@ -501,7 +503,7 @@ def test_a_loader_that_cannot_go_on_with_fewer_ranks_is_refused_before_the_first
     own_order = ddpkit.make_loader(data, 2, sampler=torch.utils.data.RandomSampler(data))
     for loader in (own_order, ddpkit.make_loader(data, 2, train=False)):
         for attempt in ddpkit.survive():
-            with attempt, pytest.raises(TypeError, match="must go on with fewer ranks.*one of ddpkit's samplers"):
+            with attempt, pytest.raises(TypeError, match="must resume on fewer ranks.*one of ddpkit's samplers"):
                 attempt.resume(loader)
 
 
@@ -691,7 +693,7 @@ def test_the_larger_part_of_a_cut_network_goes_on_and_the_smaller_one_ends(lost:
         ended = launch(*commands, timeout=120, meanwhile=cut_in_the_middle)
     survivors = [member for member in range(3) if member != lost]
     assert [ended[member].code for member in survivors] == [0, 0], "".join(e.output for e in ended)
-    assert ended[lost].code == 1 and "may go on without this rank" in ended[lost].output, ended[lost].output
+    assert ended[lost].code == 1 and "may continue without this rank" in ended[lost].output, ended[lost].output
     check(tmp_path, 3, survivors)
 
 

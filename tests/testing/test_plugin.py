@@ -157,7 +157,7 @@ def test_failures_say_which_rank_and_why(pytester: pytest.Pytester, capfd: pytes
     assert "At index 2 diff: 1 != 3" in text and "That was rank 1 of 3" in text
     assert re.search(r"rank 0: failed: .*PeerError: rank 1 .* AssertionError: assert \[1, 2, 1\] == \[1, 2, 3\]", text)
     assert re.search(r"Captured stdout call \(rank 2\) -+\nsaid by 2", text)
-    hung = re.search(r"Rank 1 of 2 did not come to an end within 1 s\.\nIt was here:\n(.|\n)*?\nrank 0: passed", text)
+    hung = re.search(r"Rank 1 of 2 did not finish within 1 s\.\nIt was here:\n(.|\n)*?\nrank 0: passed", text)
     assert hung and "wait_for_godot" in hung[0] and "_pytest" not in hung[0]
     assert "rank 1: passed" not in text
     assert text.partition("short test summary info")[0].count("Rank 1 of 2 was killed by SIGKILL.") == 2
@@ -249,7 +249,7 @@ def pytest_collection_modifyitems(items):
     passed = ["TestOfUnittest::test_plain", "test_of_a_function[1ranks]"]
     assert outcomes == dict.fromkeys(refused, "ERROR") | dict.fromkeys(passed, "PASSED"), text
     shown = text.partition("short test summary info")[0]
-    assert shown.count("not of unittest.TestCase, and must be there when tests are collected.\n") == 3, text
+    assert shown.count("not of unittest.TestCase, and must be set when tests are collected.\n") == 3, text
 
 
 HANGS_AT_THE_END = """
@@ -267,7 +267,7 @@ def test_fails_and_hangs(rank, slow_end):
 def test_a_failure_is_shown_also_where_its_rank_hangs_afterwards(pytester: pytest.Pytester) -> None:
     outcomes, text = run(pytester, HANGS_AT_THE_END)
     assert outcomes == {"test_fails_and_hangs[2ranks]": "FAILED"}, text
-    assert "AssertionError: the cause" in text and "Rank 1 of 2 did not come to an end within 2 s." in text
+    assert "AssertionError: the cause" in text and "Rank 1 of 2 did not finish within 2 s." in text
     assert "in slow_end" in text
 
 
@@ -322,7 +322,7 @@ def test_one_is_alone_in_a_collective(rank):
 def test_a_rank_that_is_done_is_not_the_cause_where_another_waits_for_it(pytester: pytest.Pytester) -> None:
     outcomes, text = run(pytester, ALONE)
     assert outcomes == {"test_one_is_alone_in_a_collective[2ranks]": "FAILED"}, text
-    assert "Rank 0 of 2 did not come to an end within 2 s." in text and "in test_one_is_alone_in_a_collective" in text
+    assert "Rank 0 of 2 did not finish within 2 s." in text and "in test_one_is_alone_in_a_collective" in text
     assert "rank 1: passed" in text and "lost" not in text, text
 
 
@@ -632,7 +632,7 @@ def test_it(rank, number):
 def test_mistakes_in_the_marker_are_said_when_tests_are_collected(pytester: pytest.Pytester) -> None:
     _, text = run(pytester, "@pytest.mark.ranks()\ndef test_it(): pass\n")
     assert "ranks() takes numbers of ranks, for example ranks(1, 2, 3)" in text
-    with pytest.raises(pytest.UsageError, match=r"ranks\(\) knows \['fresh', 'join', 'timeout'\], not \['limit'\]"):
+    with pytest.raises(pytest.UsageError, match=r"ranks\(\) takes \['fresh', 'join', 'timeout'\], got \['limit'\]"):
         hooks._check(pytest.mark.ranks(2, limit=3).mark, "test_it")
     with pytest.raises(pytest.UsageError, match=r"ranks\(\) takes a timeout in seconds above 0, got '3'"):
         hooks._check(pytest.mark.ranks(2, timeout="3").mark, "test_it")

@@ -154,7 +154,7 @@ def test_under_torchrun_the_jobs_own_ranks_are_measured() -> None:
         ("--seconds inf", "'inf' is not a positive number of seconds"),
         ("--sizes 64K 10X", "argument --sizes: 10X is no size; write bytes, or 64K, 16M, 1G"),
         ("--sizes 0", "argument --sizes: 0 is no size"),
-        ("--device gpu", "argument --device: device='gpu' is no device"),
+        ("--device gpu", "argument --device: device='gpu' is not a device"),
     ],
 )
 def test_what_cannot_be_measured_is_said_in_one_line(

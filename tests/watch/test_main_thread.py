@@ -275,7 +275,7 @@ def block_and_sleep() -> None:
     ("program", "reason"),
     [
         (swallow_all, "kept running: the error raised in it was caught or lost"),
-        (replace_all_handlers, "cannot be interrupted, for the script has given signal"),
+        (replace_all_handlers, "cannot be interrupted, because the script has set a handler"),
         (block_and_sleep, "is in a call that does not return"),
     ],
 )

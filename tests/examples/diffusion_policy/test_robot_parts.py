@@ -187,7 +187,7 @@ def test_one_process_on_several_gpus_is_data_parallel_with_a_hint(
     assert not caplog.text
     assert wrap(make_policy(), config, 1, 2) == "dp" and "torchrun --nproc_per_node=2" in caplog.text
     monkeypatch.undo()
-    with pytest.raises(UserError, match="train.strategy: strategy='dp' is for 1 process on several GPUs"):
+    with pytest.raises(UserError, match="train.strategy: strategy='dp' needs 1 process and several GPUs"):
         wrap(make_policy(), config | {"train.strategy": "dp"}, 1, 0)
     with pytest.raises(UserError, match="train.strategy: .*torchrun"):
         wrap(make_policy(), config | {"train.strategy": "ddp"}, 1, 0)

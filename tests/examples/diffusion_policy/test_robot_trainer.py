@@ -406,7 +406,7 @@ def test_what_cannot_be_done_is_said_once_and_ends_every_rank(
         f"train.resume={tmp_path}/empty_run": f"no checkpoint in {tmp_path}/empty_run",
         f"train.resume={run_folder} algo.unet.down_dims=[16,16]": "train.resume keeps the network of its "
         "run: remove train.data_path, algo.*embed_dim, algo.unet.down_dims, algo.unet.n_groups, or .* does not fit",
-        "train.strategy=dp": "train.strategy: strategy='dp' is for 1 process .*; this job has 2 processes",
+        "train.strategy=dp": "train.strategy: strategy='dp' needs 1 process .*; this job has 2 processes",
         "observation.modalities.obs.low_dim=[a]": f"{demonstrations}, episode .* has no a; it has observations",
         "experiment.env=CartPole-v1": "CartPole-v1 does not fit.* 4 numbers.* 13 ",
         "experiment.env=nowhere:World": "experiment.env: cannot import nowhere:World: ModuleNotFoundError",
