@@ -197,8 +197,9 @@ def _seen(facts: Facts) -> _Found:
     for record in facts.first("mistake"):
         yield record["rule"], record["evidence"], [record["where"]]
     losses = [loss for step in facts.first("step") for loss in step["losses"]]
-    lines = [records for told in (losses, facts.first("clip")) for line, records in by_line(told).items() if line]
-    for records in [*lines, *(steps[-_SEVERAL:] for steps in _optimizers(facts))]:
+    lines = [records for line, records in by_line(losses).items() if line]
+    clips = [records for line, records in by_line(facts.first("clip")).items() if line and len(records) >= _SEVERAL]
+    for records in [*lines, *clips, *(steps[-_SEVERAL:] for steps in _optimizers(facts))]:
         for rule, evidence in records[0]["mistakes"].items():
             if all(rule in record["mistakes"] for record in records):
                 yield rule, evidence, [records[0]["where"]]
