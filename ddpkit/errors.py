@@ -58,7 +58,7 @@ class LaunchError(DdpkitError):
         >>> from ddpkit import detect_launch
         >>> detect_launch({"RANK": "1"})
         Traceback (most recent call last):
-        ddpkit.errors.LaunchError: ...WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set. Found: RANK=1. ...
+        ddpkit.errors.LaunchError: ...WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set. ...
     """
 
     _page = "launching"
@@ -71,11 +71,12 @@ class NotSetUpError(DdpkitError):
     Example:
         >>> from unittest.mock import patch
         >>> from ddpkit import barrier
-        >>> launched = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+        >>> launched = {"RANK": "0", "WORLD_SIZE": "2"}
+        >>> launched |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
         >>> with patch.dict("os.environ", launched):
         ...     barrier()
         Traceback (most recent call last):
-        ddpkit.errors.NotSetUpError: 2 processes were launched (platform), but this one has not joined them. ...
+        ddpkit.errors.NotSetUpError: 2 processes were launched (platform), but ...
     """
 
     _page = "launching"
@@ -93,7 +94,8 @@ class MismatchError(DdpkitError):
 
         On two ranks with different keys::
 
-            all_reduce_mean(value) needs the same structure, dtypes and shapes on every rank, but found:
+            all_reduce_mean(value) needs the same structure, dtypes and shapes on every rank,
+            but found:
               value['loss']: number on rank 0; missing on rank 1
               value['lost']: missing on rank 0; number on rank 1
     """
@@ -130,7 +132,7 @@ class CheckpointError(DdpkitError):
         >>> with tempfile.NamedTemporaryFile() as file:
         ...     Checkpointer("checkpoints").load(file.name)
         Traceback (most recent call last):
-        ddpkit.errors.CheckpointError: Cannot read ...: its checksum is missing: it was truncated, or ...
+        ddpkit.errors.CheckpointError: Cannot read ...: its checksum is missing: ...
     """
 
     _page = "checkpoints"
@@ -180,7 +182,8 @@ class BarrierTimeoutError(DdpkitError):
 
         On two ranks, when rank 1 does not come::
 
-            barrier 'shards': 1 of 2 ranks did not arrive within 1800 s: rank 1 (node2). Arrived: rank 0 (node1).
+            barrier 'shards': 1 of 2 ranks did not arrive within 1800 s: rank 1 (node2).
+            Arrived: rank 0 (node1).
     """
 
     _page = "troubleshooting"
@@ -224,7 +227,7 @@ class PeerError(DdpkitError):
         >>> from ddpkit import spawn
         >>> try:
         ...     spawn(int, 1, "seven")
-        ... except ValueError as error:  # a rank's own exception, with a PeerError as its cause
+        ... except ValueError as error:  # the rank's own, caused by a PeerError
         ...     print(error.__cause__.rank, error.__cause__.error_type)
         0 ValueError
     """

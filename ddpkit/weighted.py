@@ -42,7 +42,8 @@ class DistributedWeightedSampler(ResumableSampler):
         2006.
 
     Example:
-        >>> list(DistributedWeightedSampler([0.0, 2.0, 0.0], num_samples=4, num_replicas=2, rank=0))
+        >>> weights = [0.0, 2.0, 0.0]
+        >>> list(DistributedWeightedSampler(weights, num_samples=4, num_replicas=2, rank=0))
         [1, 1]
     """
 

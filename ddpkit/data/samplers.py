@@ -374,7 +374,7 @@ class DistributedEvalSampler(Sampler[int]):
         TypeError: If the dataset has no length.
 
     Example:
-        >>> [list(DistributedEvalSampler(range(5), num_replicas=3, rank=rank)) for rank in range(3)]
+        >>> [list(DistributedEvalSampler(range(5), 3, rank)) for rank in range(3)]
         [[0, 3], [1, 4], [2]]
     """
 

@@ -54,8 +54,9 @@ def gather_exact(values: T, indices: Any, n: int, *, group: Group | None = None)
 
         On two::
 
-            gather_exact({"loss": torch.tensor([1, 3])}, [0, 2], n=3)    # rank 0
-            gather_exact({"loss": torch.tensor([2])}, [1], n=3)    # rank 1; both get {"loss": tensor([1, 2, 3])}
+            gather_exact({"loss": torch.tensor([1, 3])}, [0, 2], n=3)  # rank 0
+            gather_exact({"loss": torch.tensor([2])}, [1], n=3)  # rank 1
+            # both get {"loss": tensor([1, 2, 3])}
     """
     peers = current_job.data_parallel() if group is None else peers_of(group)
     n = plain_index(n)

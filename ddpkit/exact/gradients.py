@@ -60,7 +60,8 @@ class MicroBatches(list[Any]):
 
     Example:
         >>> from ddpkit import make_micro_batch_loader
-        >>> batch = next(iter(make_micro_batch_loader(range(6), global_batch_size=4, micro_batch_size=2)))
+        >>> loader = make_micro_batch_loader(range(6), global_batch_size=4, micro_batch_size=2)
+        >>> batch = next(iter(loader))
         >>> len(batch), batch.global_batch_size, batch.step
         (2, 4, 'epoch 0, from sample 0 on')
     """
@@ -116,7 +117,8 @@ def exact_gradients(
     Example:
         >>> from ddpkit import make_micro_batch_loader
         >>> torch.set_num_threads(1)  # as `ddpkit.setup(num_threads=1)` does
-        >>> loader = make_micro_batch_loader(torch.ones(6, 2), global_batch_size=4, micro_batch_size=2)
+        >>> sizes = {"global_batch_size": 4, "micro_batch_size": 2}
+        >>> loader = make_micro_batch_loader(torch.ones(6, 2), **sizes)
         >>> net = nn.Linear(2, 1)
         >>> for batch in loader:
         ...     with exact_gradients(batch, net) as micro_batches:

@@ -63,7 +63,8 @@ def make_micro_batch_loader(
         TypeError: If the dataset has no length, or an option is for the loader to decide.
 
     Example:
-        >>> loader = make_micro_batch_loader(range(7), global_batch_size=4, micro_batch_size=2, shuffle=False)
+        >>> sizes = {"global_batch_size": 4, "micro_batch_size": 2}
+        >>> loader = make_micro_batch_loader(range(7), **sizes, shuffle=False)
         >>> for batch in loader:
         ...     print(batch, batch.global_batch_size)
         [tensor([0, 1]), tensor([2, 3])] 4

@@ -38,7 +38,8 @@ def detect_launch(env: Mapping[str, str] | None = None) -> Launch:
             wrong, what was found and what to do.
 
     Example:
-        >>> launch = detect_launch({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"})
+        >>> environ = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
+        >>> launch = detect_launch(environ)
         >>> launch.kind, launch.rank, launch.world_size, launch.local_rank
         ('openmpi', 3, 4, None)
         >>> detect_launch({}).kind
