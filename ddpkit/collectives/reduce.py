@@ -167,8 +167,8 @@ def _pack_inline(leaves: list[Any], batch: list[_Group], op: str, factor: float)
         packed: Numbers = np.array(_pack_numbers(batch[0].take(leaves), op), np.float64)
     else:
         parts = [_join(group.take(leaves), group).to(torch.float64) for group in batch]
-        packed = (parts[0] if len(parts) == 1 else concatenate(parts)).cpu().numpy()
-    with np.errstate(over="ignore", invalid="ignore"):
+        packed = np.array((parts[0] if len(parts) == 1 else concatenate(parts)).tolist(), np.float64)
+    with np.errstate(all="ignore"):
         return packed * factor if factor else np.full_like(packed, -0.0)  # as in `_scale`
 
 
@@ -177,14 +177,16 @@ def _unpack_inline(
 ) -> Iterator[tuple[int, Any]]:
     """Yield the results of a batch, each with the index of its leaf."""
     first = batch[0]
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(all="ignore"):
         sums = sums / divisor
     if first.dtype is None:
         yield from zip(first.members, _unpack_numbers(sums.tolist(), op), strict=True)
         return
     buffer = torch.from_numpy(sums).to(leaves[first.members[0]].device)
     for group, flat in zip(batch, buffer.split_with_sizes([sum(group.sizes) for group in batch]), strict=True):
-        yield from zip(group.members, _split(_unpack_elements(flat, group, op), group.take(leaves), group), strict=True)
+        yield from zip(
+            group.members, _split(_unpack_elements(flat.clone(), group, op), group.take(leaves), group), strict=True
+        )
 
 
 def _join(own: list[Any], group: _Group) -> Tensor:

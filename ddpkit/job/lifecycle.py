@@ -36,6 +36,7 @@ from .leaving import destroy_group, ended_well, fill_error_file, last_error, pub
 log = logging.getLogger(__name__)
 
 _hooks_left: tuple[Any, Any] | None = None  # torch's exception hook, still installed, and the one before it
+_parting: Job | None = None  # the job that this process is leaving, whose group no thread may adopt
 _apart = ""  # the caller of the current block without communication, if any
 _children_keep_groups = False  # whether the fork hook is registered, which cannot be undone
 _callers = threading.Lock()  # held while the thread that calls a job's collectives is chosen
@@ -286,23 +287,28 @@ def _leave(at_exit: bool = False, lingers: bool = True) -> None:
         at_exit: Whether the process is exiting; its exit code then tells whether this rank failed.
         lingers: Whether the store's host waits for ranks that still need it.
     """
+    global _parting
     job = current_job.job
-    try:
-        if job is not None:
-            _leave_job(job, at_exit, lingers)
-    finally:  # only now: before, a thread that calls a collective is refused; otherwise it would join the group again
-        current_job.job = None
-        ranks.set_launch(None)
-
-
-def _leave_job(job: Job, at_exit: bool, lingers: bool) -> None:
-    for hook in current_job.on_leave:
-        hook()
-    job.undo_changes()
-    session = job.own_session()
-    if session is None:
+    if job is not None:
+        for hook in current_job.on_leave:
+            hook()
+        job.undo_changes()
+    session = None if job is None else job.own_session()
+    if session is not None:
+        session.failures.settled = True  # nothing is raised in here
+        _parting = job
+    current_job.job = None
+    ranks.set_launch(None)
+    if job is None or session is None:
         return
-    session.failures.settled = True  # nothing is raised in here
+    try:
+        _part(job, session, at_exit, lingers)
+    finally:
+        _parting = None
+
+
+def _part(job: Job, session: Any, at_exit: bool, lingers: bool) -> None:
+    """Leave a job of several ranks, which this process shows no more."""
     _put_hook_back(job)
     atexit.unregister(_at_exit)
     if job.finalizer:
@@ -480,6 +486,8 @@ def _join_group() -> Job | None:
             "end of the job, instead of dist.destroy_process_group(); to continue, call ddpkit.setup() again, on every "
             "rank of the new group, or on all."
         )
+    if _parting is not None and _parting.is_current():
+        raise NotSetUpError("This process is leaving its job in another thread, so it can call no more collectives.")
     if dist.is_initialized():
         job = _begin(Options(watch=False))
         if ranks.is_main_process():

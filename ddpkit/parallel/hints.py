@@ -6,7 +6,6 @@ import functools
 import gc
 import logging
 import warnings
-from typing import Any
 
 from torch.utils.data import DataLoader, RandomSampler
 
@@ -28,16 +27,17 @@ def warn_of_idle_gpus() -> None:
 @functools.cache
 def warn_of_unshared_loader() -> None:
     """Name the dataset of a loader, wherever the script keeps it, that shuffles it as a whole on every rank."""
-    if current_job.get_data_parallel_rank() != 0:
+    if current_job.get_data_parallel_rank() != 0 or current_job.get_data_parallel_world_size() == 1:
         return
     for loader in gc.get_objects():  # the variables of a frame would stay alive once they were looked at
         if type(loader) is DataLoader:
-            sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
+            made = vars(loader)  # not all of it, if that raised
+            sampler = getattr(made.get("batch_sampler"), "sampler", made.get("sampler"))
             if type(sampler) is RandomSampler:
                 warnings.warn(
-                    f"A DataLoader shuffles all {len(sampler)} samples of {type(sampler.data_source).__name__} on "
-                    "every rank, so each rank trains on all of them. Divide them with ddpkit.make_loader() or a "
-                    "DistributedSampler. If the dataset is this rank's share already, ignore this: "
+                    f"A DataLoader shuffles all of its {type(sampler.data_source).__name__} on every rank, so each "
+                    "rank trains on all samples. Divide them with ddpkit.make_loader() or a DistributedSampler. If the "
+                    "dataset is this rank's share already, ignore this: "
                     "warnings.filterwarnings('ignore', 'A DataLoader shuffles').",
                     stacklevel=2,
                 )

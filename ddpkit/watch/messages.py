@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from inspect import CO_GENERATOR
 from itertools import islice
@@ -91,16 +91,18 @@ def readable_stacks() -> Iterator[None]:
 
     A signal makes Python write the stack into a file in memory, which other processes of the same user find in `/proc`.
     """
-    if not hasattr(os, "memfd_create"):  # not Linux
-        yield
-        return
-    file = os.memfd_create(STACKS)
-    faulthandler.register(STACK_SIGNAL, file=file, all_threads=False)
+    file = None
+    if hasattr(os, "memfd_create") and signal.getsignal(STACK_SIGNAL) == signal.SIG_DFL:  # on Linux, and free
+        with suppress(OSError):
+            file = os.memfd_create(STACKS)
+            faulthandler.register(STACK_SIGNAL, file=file, all_threads=False)
     try:
         yield
     finally:
-        faulthandler.unregister(STACK_SIGNAL)
-        os.close(file)
+        if file is not None:
+            if signal.getsignal(STACK_SIGNAL) == signal.SIG_DFL:  # else the script has taken it meanwhile
+                faulthandler.unregister(STACK_SIGNAL)
+            os.close(file)
 
 
 ACTIVITY = get_type_hints(Activity)  # the form of its JSON

@@ -271,3 +271,56 @@ def test_the_guide_counts_what_setup_adds_to_a_process() -> None:
     for column, numbers in enumerate([alone, main, other, of_store], start=1):
         for row, number in zip(rows, numbers.split(", "), strict=True):
             assert_as_in_the_table(row[column], int(number), f"{row[0]}, column {column}: {number}")
+
+
+def leave_in_a_signal_handler() -> str:
+    former = signal.signal(signal.SIGALRM, lambda *_: ddpkit.teardown())
+    with ddpkit.distributed():
+        ddpkit.all_reduce(1)
+        signal.setitimer(signal.ITIMER_REAL, 0.01)  # while the block ends
+    signal.signal(signal.SIGALRM, former)
+    return "left"
+
+
+def keep_a_handler(number: int, is_before: bool) -> list[str]:
+    """Have a handler of one's own for the signal that `where` sends, from before or in the middle of a job."""
+    calls: list[str] = []
+
+    def handle(*_: Any) -> None:
+        calls.append("handled")
+
+    if is_before:
+        signal.signal(number, handle)
+    with ddpkit.distributed():
+        ddpkit.all_reduce(1)
+        time.sleep(0.2)  # the watch's thread has begun
+        signal.signal(number, handle)
+        os.kill(os.getpid(), number)
+    os.kill(os.getpid(), number)
+    time.sleep(0.1)
+    return calls
+
+
+def refuse_memory() -> int:
+    def refuse(*_: Any) -> int:
+        raise OSError(38, "Function not implemented")
+
+    os.memfd_create = refuse
+    with ddpkit.distributed():
+        time.sleep(0.2)
+        return ddpkit.all_reduce(1)
+
+
+def test_teardown_in_a_signal_handler_while_a_job_ends_is_harmless() -> None:
+    assert ddpkit.spawn(leave_in_a_signal_handler, 2) == ["left"] * 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="where reads stacks on Linux alone")
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_handler_for_the_signal_of_where_stays_the_scripts(is_before: bool) -> None:
+    assert ddpkit.spawn(keep_a_handler, 2, signal.SIGRTMIN + 3, is_before) == [["handled", "handled"]] * 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="where reads stacks on Linux alone")
+def test_a_system_without_files_in_memory_runs_the_job() -> None:
+    assert ddpkit.spawn(refuse_memory, 2) == [2, 2]
