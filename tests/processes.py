@@ -23,7 +23,7 @@ from typing import Any
 
 from ddpkit.testing.pool import PRELOADED
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 _START = ROOT / "tests" / "start"
 _PATHS = os.environ.get("PYTHONPATH", "").split(os.pathsep)
 if str(_START) not in _PATHS:  # what workers of xdist inherit has it

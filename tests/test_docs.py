@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import free_port, platform_env, run
+from processes import ROOT, free_port, platform_env, run
 
-ROOT = Path(__file__).parents[1]
 QUIET = ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly", "-p", "no:zarr"]
 DOCS = sorted(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts)
 PAGES = [ROOT / "README.md", *DOCS, *sorted((ROOT / ".github").glob("*.md"))]

@@ -34,7 +34,7 @@ def reduced(each: list[list[Any]], op: str, is_inline: bool = True, weights: Any
     factor, divisor = packing.normalise(len(each)) if op == "mean" else (1.0, 1.0)
     divisor = sum(weights) if weights else divisor
     leaves = [Leaf("tensor", dtype, leaf.shape) if dtype else NUMBER for leaf in each[0]]
-    group = packing._gather(leaves, list(range(len(leaves))))
+    group = packing._group_of(leaves, list(range(len(leaves))))
     factors = weights or [factor] * len(each)
     if op in packing._EXTREMES or not is_inline or (op == "sum" and dtype == torch.int64):
         buffers = [packing._scale(packing._pack(own, group, op), by) for own, by in zip(each, factors, strict=True)]

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from starting import ROOT, run
-
-NEEDS = {"logged_metrics": "tensorboard", "logged_to_wandb": "wandb", "metrics_of_torchmetrics": "torchmetrics"}
-APART = {"from_a_notebook"}  # starts two ranks, each of which needs a device
-FENCES = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+from starting import run
+from test_docs import SOURCES
+from test_recipes import FOLDER, NEEDS, RECIPES, STARTS_RANKS
 
 
 def run_all(commands: dict[str, list[str]], folder: Path) -> dict[str, str]:
@@ -32,22 +29,18 @@ def run_all(commands: dict[str, list[str]], folder: Path) -> dict[str, str]:
 
 
 def test_the_recipes_run_on_the_device(device: str, tmp_path: Path) -> None:
-    recipes = {path.stem: path for path in sorted((ROOT / "docs/recipes").glob("*.py"))}
-    chosen = [
-        name
-        for name in recipes.keys() - APART
-        if name not in NEEDS or importlib.util.find_spec(NEEDS[name]) is not None
-    ]
-    assert run_all({name: [sys.executable, str(recipes[name])] for name in sorted(chosen)}, tmp_path) == {}
+    there = [name for name in RECIPES if name not in NEEDS or importlib.util.find_spec(NEEDS[name]) is not None]
+    commands = {name: [sys.executable, str(FOLDER / f"{name}.py")] for name in there if name not in STARTS_RANKS}
+    assert run_all(commands, tmp_path) == {}
 
 
 def test_the_code_of_the_pages_runs_on_the_device(device: str, tmp_path: Path) -> None:
     commands = {}
-    for page in sorted((ROOT / "docs/guide").glob("*.md")):
-        source = "\n".join(FENCES.findall(page.read_text()))
-        if source:
-            file = tmp_path / page.stem / f"test_{page.stem.replace('-', '_')}.py"
+    for page, source in SOURCES.items():
+        path = Path(page)
+        if path.parent == Path("docs/guide") and source.strip():
+            file = tmp_path / path.stem / f"test_{path.stem.replace('-', '_')}.py"
             file.parent.mkdir()
             file.write_text(f"{source}\n\ndef test_nothing_else(): pass\n")
-            commands[page.stem] = [sys.executable, "-m", "pytest", "-q", "-p", "ddpkit.testing.hooks", file.name]
+            commands[path.stem] = [sys.executable, "-m", "pytest", "-q", "-p", "ddpkit.testing.hooks", file.name]
     assert run_all(commands, tmp_path) == {}
