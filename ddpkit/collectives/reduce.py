@@ -99,7 +99,7 @@ def _make_plan(call: str, op: str, is_checked: bool, paths: tuple[str, ...], par
     leaves = [part for part in parts if isinstance(part, Leaf)]
     for i, leaf in enumerate(leaves):
         found.setdefault((leaf.device, leaf.dtype), []).append(i)
-    groups = [_gather(leaves, members) for members in found.values()]
+    groups = [_group_of(leaves, members) for members in found.values()]
     if not is_checked and leaves == list(parts) and leaves[0].dtype is not None:  # one tensor
         return _Plan("", [], groups)
     groups.sort(key=lambda group: group.count_slots(op))
@@ -112,7 +112,8 @@ def _make_plan(call: str, op: str, is_checked: bool, paths: tuple[str, ...], par
     return _Plan(fingerprint, list(batches.values()), groups[count:])
 
 
-def _gather(leaves: list[Leaf], members: list[int]) -> _Group:
+def _group_of(leaves: list[Leaf], members: list[int]) -> _Group:
+    """Make the group of some leaves, by their indices, all of one dtype on one kind of device."""
     first, shapes = leaves[members[0]], [leaves[i].shape for i in members]
     return _Group(first.device, first.dtype, members, shapes, list(map(math.prod, shapes)), not any(shapes))
 
@@ -164,10 +165,11 @@ def _reduce(
 def _pack_inline(leaves: list[Any], batch: list[_Group], op: str, factor: float) -> Numbers:
     """Pack leaves into floats, multiplied by a factor; they leave their device in one copy."""
     if batch[0].dtype is None:
-        packed: Numbers = np.array(_pack_numbers(batch[0].take(leaves), op), np.float64)
+        found = _pack_numbers(batch[0].take(leaves), op)
     else:
         parts = [_join(group.take(leaves), group).to(torch.float64) for group in batch]
-        packed = np.array((parts[0] if len(parts) == 1 else concatenate(parts)).tolist(), np.float64)
+        found = (parts[0] if len(parts) == 1 else concatenate(parts)).tolist()
+    packed: Numbers = np.array(found, np.float64)
     with np.errstate(all="ignore"):
         return packed * factor if factor else np.full_like(packed, -0.0)  # as in `_scale`
 

@@ -104,7 +104,6 @@ _NATIVE = {np.dtype(name) for name in _NATIVE_NAMES}
 _REAL = {torch.from_numpy(np.zeros(0, dtype)).dtype for dtype in _NATIVE} | {torch.bfloat16}
 _NO_CONTAINERS = {float, Tensor, nn.Parameter}
 _DICTS = {dict, OrderedDict, defaultdict, Counter}
-_STRIDED = torch.strided
 _TAKES = "numbers, NumPy arrays, dense real tensors, and dicts, lists, tuples and dataclasses of them"
 
 
@@ -263,7 +262,7 @@ def name_type(value: Any) -> str:
 
 
 def _describe_tensor(value: Tensor) -> tuple[Leaf | str, Any]:
-    is_plain = type(value) is Tensor and value.layout is _STRIDED and not (value.requires_grad or value.is_nested)
+    is_plain = type(value) is Tensor and value.layout is torch.strided and not (value.requires_grad or value.is_nested)
     if not is_plain:
         value = whole(value)
         problem = explain_not_dense(value)

@@ -18,7 +18,7 @@ from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,9 @@ from . import current_job
 from .device import bind_device, choose_device, is_same_device
 from .job import ChooseDevice, Context, Job, OpenStore, Options, check_launch, checked_options, context_of
 from .leaving import destroy_group, ended_well, fill_error_file, last_error, publish
+
+if TYPE_CHECKING:
+    from ..join.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -307,7 +310,7 @@ def _leave(at_exit: bool = False, lingers: bool = True) -> None:
         _parting = None
 
 
-def _part(job: Job, session: Any, at_exit: bool, lingers: bool) -> None:
+def _part(job: Job, session: Session, at_exit: bool, lingers: bool) -> None:
     """Leave a job of several ranks, which this process shows no more."""
     _put_hook_back(job)
     atexit.unregister(_at_exit)
