@@ -1,4 +1,4 @@
-"""Compress DDP's gradients by PowerSGD, and resume with its error."""
+"""Compress DDP's gradients with PowerSGD, and save its error in the checkpoint."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ from torch.utils.data import TensorDataset
 
 import ddpkit
 
-# of its state; tensors by bucket
+# the parts of PowerSGDState to save; each maps a bucket to a tensor
 KEPT = ("error_dict", "p_memory_dict", "q_memory_dict")
 
 
@@ -37,7 +37,7 @@ def main() -> None:
             nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
-        # each rank's errors are its own
+        # each rank has its own errors
         own = {name: getattr(compression, name) for name in KEPT}
         checkpoints.save(epoch + 1, **run, per_rank={"compression": own})
     if ddpkit.is_main_process():

@@ -1,4 +1,4 @@
-"""Train two encoders with CLIP's loss: each image finds its text among all ranks'."""
+"""Train two encoders with CLIP's loss over the images and texts of all ranks."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Train a student by a teacher's outputs, as DINO does; the centre is of all ranks."""
+"""Train a student on a teacher's outputs, like DINO, with a centre over all ranks."""
 
 import copy
 
@@ -17,7 +17,7 @@ def main() -> None:
     dataset = TensorDataset(*views)
     loader = ddpkit.make_loader(dataset, batch_size=48 // context.world_size)
     net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
-    student = ddpkit.wrap_model(net)  # first: all ranks now have rank 0's weights
+    student = ddpkit.wrap_model(net)  # before copying: it broadcasts rank 0's weights
     teacher = copy.deepcopy(net).requires_grad_(False)
     center = torch.zeros(8, device=context.device)
     optimizer = torch.optim.SGD(student.parameters(), lr=0.1)

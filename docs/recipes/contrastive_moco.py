@@ -1,4 +1,4 @@
-"""Train an encoder with MoCo's loss and its queue, in the order of one process."""
+"""Train an encoder with MoCo's loss and a queue in the order of one process."""
 
 import copy
 
@@ -18,7 +18,7 @@ def main() -> None:
     dataset = TensorDataset(*views)
     loader = ddpkit.make_loader(dataset, batch_size=48 // context.world_size)
     encoder = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
-    model = ddpkit.wrap_model(encoder)  # first: all ranks now have rank 0's weights
+    model = ddpkit.wrap_model(encoder)  # before copying: it broadcasts rank 0's weights
     momentum = copy.deepcopy(encoder).requires_grad_(False)
     queue = ddpkit.broadcast(F.normalize(torch.randn(256, 8))).to(context.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -29,7 +29,7 @@ def main() -> None:
     model = ddpkit.wrap_model(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for first, second in loader:
-        # one forward for both
+        # both views in one forward
         views = model(torch.cat([first, second]).to(context.device))
         loss = nt_xent(*ddpkit.gather_batch(views.chunk(2)))
         optimizer.zero_grad()

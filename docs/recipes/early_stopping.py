@@ -28,10 +28,11 @@ def main() -> None:
             optimizer.zero_grad()
         total = 0.0
         with torch.no_grad():
-            for x, y in held_out:  # a rank may have one batch more: net, not model
+            # net, not model: DDP waits, and ranks may have different numbers of batches
+            for x, y in held_out:
                 error = net(x.to(context.device)) - y.to(context.device)
                 total += error.square().sum().item()
-        # equal on all ranks, and so are their decisions
+        # equal on all ranks, so all of them stop together
         loss = ddpkit.all_reduce(total) / 130
         checkpoints.save(epoch, score=-loss, model=model)
         losses.append(loss)

@@ -6,8 +6,8 @@ from torch import nn
 import ddpkit
 
 
-class Digits(torch.utils.data.Dataset):
-    """Points, and the quadrant that each is in; the index comes along."""
+class Points(torch.utils.data.Dataset):
+    """Random points, each returned with its index."""
 
     def __init__(self) -> None:
         self.points = torch.randn(101, 2)
@@ -22,8 +22,8 @@ class Digits(torch.utils.data.Dataset):
 def main() -> None:
     context = ddpkit.setup()
     torch.manual_seed(0)
-    # no wrapper: nothing is trained
-    dataset, model = Digits(), nn.Linear(2, 4).to(context.device)
+    # not wrapped, because nothing is trained
+    dataset, model = Points(), nn.Linear(2, 4).to(context.device)
     labels = (dataset.points[:, 0] > 0).long() * 2 + (dataset.points[:, 1] > 0).long()
     loader = ddpkit.make_loader(dataset, batch_size=8, train=False)
     found, indices = [], []

@@ -7,7 +7,7 @@ import ddpkit
 
 
 def train(steps: int, lr: float) -> dict[str, float]:
-    """Run on each rank; a function of the notebook itself will do."""
+    """Train on each rank; a notebook may define this function in a cell."""
     with ddpkit.distributed() as context:
         torch.manual_seed(0)
         data = torch.randn(240, 4)
@@ -24,5 +24,5 @@ def train(steps: int, lr: float) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    results = ddpkit.spawn(train, 2, 20, 0.05)  # two ranks; then the arguments of train
+    results = ddpkit.spawn(train, 2, 20, 0.05)  # two ranks call train(20, 0.05)
     print("loss:", results[0]["loss"])

@@ -1,4 +1,4 @@
-"""Log the mean of all ranks to TensorBoard, on the main process alone."""
+"""Log the mean over all ranks to TensorBoard, on the main process alone."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Log the mean of all ranks to Weights & Biases, in one run of the main process."""
+"""Log the mean over all ranks to Weights & Biases, in one run of the main process."""
 
 import torch
 import wandb

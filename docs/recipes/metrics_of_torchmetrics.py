@@ -1,4 +1,4 @@
-"""Let metrics of torchmetrics add up over the ranks, each sample once."""
+"""Compute torchmetrics over all ranks, and count each sample once."""
 
 import torch
 from torch import nn
@@ -14,11 +14,11 @@ def main() -> None:
     torch.manual_seed(0)
     points = torch.randn(101, 2)
     labels = (points[:, 0] > 0).long() * 2 + (points[:, 1] > 0).long()
-    # 101 samples, none twice
+    # each of the 101 samples once
     loader = ddpkit.make_loader(
         TensorDataset(points, labels), batch_size=8, train=False
     )
-    model = nn.Linear(2, 4).to(context.device)  # no wrapper: nothing is trained
+    model = nn.Linear(2, 4).to(context.device)  # not wrapped: it is not trained
     metrics = MetricCollection([MulticlassAccuracy(4), MulticlassAUROC(4)])
     metrics = metrics.to(context.device)
     with torch.no_grad():

@@ -30,9 +30,9 @@ def main() -> None:
                 nn.functional.mse_loss(outputs, y, reduction="sum").backward()
             samples += len(x)
             if complete:
-                # sums become the mean of all ranks' samples
+                # turns sums into the mean over all ranks' samples
                 ddpkit.global_mean(model, samples)
-                # after it, so the same on every rank
+                # afterwards, so that the norm is equal on every rank
                 nn.utils.clip_grad_norm_(trained, 1.0)
                 optimizer.step()
                 optimizer.zero_grad()

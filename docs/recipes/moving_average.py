@@ -17,8 +17,8 @@ def main() -> None:
         TensorDataset(inputs, targets), batch_size=12 // context.world_size
     )
     net = nn.Linear(4, 1)
-    model = ddpkit.wrap_model(net)  # first: all ranks now have rank 0's weights
-    # of the net, not of DDP
+    model = ddpkit.wrap_model(net)  # before copying: it broadcasts rank 0's weights
+    # average the net, not DDP
     average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for x, y in loader:

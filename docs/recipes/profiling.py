@@ -25,7 +25,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             profiler.step()
-    # one for each rank; open them in Perfetto
+    # one trace per rank; open them in Perfetto
     profiler.export_chrome_trace(f"trace-{context.rank}.json")
     if ddpkit.is_main_process():
         print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=5))

@@ -25,13 +25,13 @@ def main() -> None:
     for step in range(30):
         optimizer.zero_grad()
         steps = 0
-        # uneven on three ranks
+        # on three ranks, uneven numbers of episodes
         for episode in range(context.rank, 10, context.world_size):
             loss, length = play(policy, ddpkit.sample_seed(0, step, episode))
             loss.backward()
             steps += length
         ddpkit.average_gradients(policy)
-        ddpkit.global_mean(policy, steps)  # of all ranks' steps, however many each has
+        ddpkit.global_mean(policy, steps)  # mean over all ranks' steps
         optimizer.step()
     if ddpkit.is_main_process():
         print("weight:", policy.weight.item())

@@ -18,8 +18,8 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 1))
     model = model.to(context.device)
     if ddpkit.is_distributed():
-        fully_shard(model)  # in the place of wrap_model
-    # of the shards, so after it
+        fully_shard(model)  # instead of wrap_model
+    # after fully_shard: it updates the shards
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     checkpoints = ddpkit.Checkpointer("runs/sharded")
     saved = checkpoints.load_latest(model=model, optimizer=optimizer, loader=loader)

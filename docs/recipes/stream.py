@@ -1,4 +1,4 @@
-"""Train from a stream of shards of unknown length, over ranks and workers."""
+"""Train from a stream of shards of unknown length, split over ranks and workers."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ import ddpkit
 
 
 class Shards:
-    """Twelve shards of uneven length. `shard()` deals them out to readers."""
+    """Twelve shards of uneven length; `shard()` returns the samples of one reader."""
 
     def shard(self, index, num_shards):
         for number in range(index, 12, num_shards):

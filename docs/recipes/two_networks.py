@@ -22,7 +22,7 @@ def main() -> None:
     critic = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 1))
     makes = torch.optim.AdamW(fake.parameters(), 0.01)
     judges = torch.optim.AdamW(critic.parameters(), 0.01)
-    mine = range(context.rank, 12, context.world_size)  # of each batch
+    mine = range(context.rank, 12, context.world_size)  # this rank's part of each batch
     for step in range(40):
         real = noise(1_000 + step, mine) * 0.1 + 2
         critic.zero_grad()
