@@ -84,7 +84,7 @@ LIBRARY = [module for module in MODULES if module not in TESTING and str(module)
 
 def rooms() -> list[str]:
     """The rooms in the order of docs/design.md, from the one that imports all others to the one that imports none."""
-    return [*rooms_under("optional room"), *rooms_under("core")]
+    return [*rooms_under("optional"), *rooms_under("core")]
 
 
 def rooms_under(head: str) -> list[str]:
@@ -105,7 +105,7 @@ def test_a_room_imports_only_from_rooms_below_it() -> None:
 
 
 def test_the_core_imports_no_optional_room() -> None:
-    core, optional = rooms_under("core"), rooms_under("optional room")
+    core, optional = rooms_under("core"), rooms_under("optional")
     arrows = [(module, other) for module in LIBRARY if room_of(module) in core for other in imports(module)[0]]
     assert [f"{a} -> {b}" for a, b in arrows if room_of(b) in optional] == []
 
