@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from processes import ROOT, free_port, platform_env, run
+from stand_in import use_stand_in
 
 QUIET = ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly", "-p", "no:zarr"]
 DOCS = sorted(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts)
@@ -59,6 +60,7 @@ def test_the_examples_of_a_page_run_on_one_process(page: str, tmp_path: Path) ->
 
 
 def run_page(folder: str, name: str) -> None:
+    use_stand_in()
     os.chdir(folder)
     plugins = ["-p", "ddpkit.testing.hooks", *QUIET]
     warnings = ["-W", "error", "-W", "ignore::pytest.PytestAssertRewriteWarning"]  # they were imported before the fork

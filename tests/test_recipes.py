@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from processes import ROOT, free_port, launch, platform_env, run
+from stand_in import use_stand_in
 
 FOLDER = ROOT / "docs" / "recipes"
 RECIPES = sorted(path.stem for path in FOLDER.glob("*.py"))
@@ -29,7 +30,8 @@ TOLERANCE = {"mixed_precision": 1e-2}  # relative; bfloat16 has three digits
 def run_recipe(name: str, folder: str, envs: list[dict[str, str]]) -> None:
     """Run a recipe in an empty folder on one process, and on some ranks in another, at once.
 
-    They are forked from this process, which has imported for all of them what takes long.
+    They are forked from this process, which has imported for all of them what takes long. The one process has a device
+    other than the host.
     """
     if name in NEEDS:
         importlib.import_module(NEEDS[name])
@@ -41,6 +43,8 @@ def run_recipe(name: str, folder: str, envs: list[dict[str, str]]) -> None:
             output = os.open(f"{folder}/{number}", os.O_WRONLY | os.O_CREAT)
             os.dup2(output, 1)
             os.dup2(output, 2)
+            if not env:
+                use_stand_in()
             run_in(str(FOLDER / f"{name}.py"), f"{folder}/{'several' if env else 'one'}")
             return
         crew[pid] = number
@@ -114,6 +118,23 @@ def test_a_recipe_that_starts_its_ranks_runs(name: str) -> None:
     (ended,) = launch([sys.executable, str(FOLDER / f"{name}.py")])
     assert ended.code == 0, ended.output
     assert number_in(ended.output.splitlines()[-1]) < 1
+
+
+def train_on_the_stand_in(source: str, folder: str) -> None:
+    use_stand_in()
+    os.chdir(folder)
+    exec(source, {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("forgotten", ["model(x)", "x.to(context.device)) - y.to(context.device)"])
+def test_a_batch_that_stays_on_the_host_is_found_here(forgotten: str, tmp_path: Path) -> None:
+    source = (FOLDER / "early_stopping.py").read_text()
+    if forgotten == "model(x)":
+        source = source.replace("x, y = x.to(context.device), y.to(context.device)", "pass")
+    else:
+        source = source.replace(forgotten, "x.to(context.device)) - y")
+    (ended,) = run(train_on_the_stand_in, [{}], source, str(tmp_path))
+    assert ended.code == 1 and "expected all tensors to be on the same device" in ended.output
 
 
 @pytest.mark.parametrize("name", RECIPES)
