@@ -69,15 +69,13 @@ def gather_exact(values: T, indices: Any, n: int, *, group: Group | None = None)
         tree = replace_leaves(values, iter(ready), _is_column)
     gathered = dict(zip(ranks_of(peers), gather_objects(call, (indices, tree), peers), strict=True))
     by_rank = {rank: indices for rank, (indices, _) in gathered.items()}
-    _check_range(by_rank, n)
+    order = _order_of(by_rank, n)
     # a rank without samples may pass an empty list whatever the others have
     trees = {rank: tree for rank, (indices, tree) in gathered.items() if len(indices)}
     if not trees:
         own_rank = ranks.get_rank()
         trees = {own_rank: gathered[own_rank][1]}
     like = trees.get(ranks.get_rank(), next(iter(trees.values())))
-    order = np.empty(n, np.int64)
-    order[np.concatenate([*by_rank.values()])] = np.arange(n)
     results = _join_columns(call, trees, order)
     for path, result in results.items():
         if isinstance(result, Tensor) and isinstance(own.get(path), Tensor):
@@ -148,20 +146,23 @@ def _join(parts: list[Any], order: NDArray[np.int64]) -> Any:
     """Join the ranks' parts of one column, in the order given."""
     if isinstance(parts[0], Tensor):
         joint = concatenate(parts)
-        return from_rows(as_rows(joint)[torch.from_numpy(order)], joint)  # torch cannot index all dtypes
+        return from_rows(torch.from_numpy(as_rows(joint).numpy().take(order, 0)), joint)  # of any dtype
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts)[order]
     results = [result for part in parts for result in part]
     return [results[i] for i in order]
 
 
-def _check_range(by_rank: dict[int, NDArray[np.int64]], n: int) -> None:
-    """Check that the ranks' indices together are range(n)."""
+def _order_of(by_rank: dict[int, NDArray[np.int64]], n: int) -> NDArray[np.int64]:
+    """Return where each of range(n) stands among the ranks' indices, of which each must be there once."""
     indices = np.concatenate([*by_rank.values()])
     inside = (indices >= 0) & (indices < n)
+    if len(indices) == n and inside.all():
+        order = np.full(n, -1)
+        order[indices] = np.arange(n)
+        if (order >= 0).all():
+            return order
     counts = np.bincount(indices[inside], minlength=n)
-    if len(indices) == n and (counts == 1).all():
-        return
     wrong = {
         "missing": np.flatnonzero(counts == 0),
         "repeated": np.flatnonzero(counts > 1),
@@ -171,11 +172,10 @@ def _check_range(by_rank: dict[int, NDArray[np.int64]], n: int) -> None:
     for problem, found in wrong.items():
         if len(found):
             lines.append(f"  {len(found)} {problem}: {_name_indices(found, by_rank)}")
-    if lines:
-        raise ValueError(
-            "\n".join([f"The ranks' indices must together be range({n}), each once, but:", *lines])
-            + "\nA DistributedSampler repeats or drops samples to even out its shards: use a DistributedEvalSampler."
-        )
+    raise ValueError(
+        "\n".join([f"The ranks' indices must together be range({n}), each once, but:", *lines])
+        + "\nA DistributedSampler repeats or drops samples to even out its shards: use a DistributedEvalSampler."
+    )
 
 
 def _name_indices(indices: NDArray[np.int64], by_rank: dict[int, NDArray[np.int64]]) -> str:
