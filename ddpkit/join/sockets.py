@@ -115,7 +115,7 @@ def sockets_beside(listener: bytes) -> set[int]:
         listener: Its address in the kernel's form, with anything after it.
     """
     with suppress(OSError):
-        for name in os.listdir("/proc/self/fdinfo"):
+        for name in os.listdir("/proc/self/fd"):
             found = _watched_sockets(name)
             addresses = [_address(_libc().getsockname, descriptor) for descriptor in found]
             if any(address and listener.startswith(address) for address in addresses):
@@ -127,8 +127,9 @@ def _watched_sockets(name: str) -> dict[int, int]:
     """Return the sockets of an epoll instance, by descriptor; none for other descriptors."""
     found = {}
     with suppress(OSError):
-        lines = Path("/proc/self/fdinfo", name).read_text().splitlines()
-        for line in lines:
+        if os.readlink(f"/proc/self/fd/{name}") != "anon_inode:[eventpoll]":
+            return {}
+        for line in Path("/proc/self/fdinfo", name).read_text().splitlines():
             if line.startswith("tfd:"):
                 descriptor = int(line.split()[1])
                 state = os.fstat(descriptor)
