@@ -309,8 +309,8 @@ def _notes(results: list[Row]) -> Iterator[str]:
     yield "One CPU thread per rank. Times are those of the slowest rank."
     busy = sum(_spread(result) > _BUSY for result in results)
     if busy:
-        some = f"{busy} of {len(results)} measurements vary by more than +-{_BUSY:.0%}"
-        yield f"{some}: this machine is busy with other work. Measure again, with more --seconds."
+        yield f"{busy} of {len(results)} measurements vary by more than +-{_BUSY:.0%}: this machine is busy."
+        yield "Measure again, with more --seconds."
 
 
 def text(report: Row) -> str:
