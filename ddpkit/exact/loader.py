@@ -137,7 +137,7 @@ class MicroBatchSampler(DistributedSampler):
         if saved != here:
             raise ValueError(
                 f"Cannot resume with the same bits: the state was saved with {saved}, but this process has {here}. "
-                f"Resume on the same kind of machine with the same number of threads "
+                "Resume on the same kind of machine with the same number of threads "
                 '(ddpkit.setup(num_threads=...)), or remove "kernels" from the state and continue with other bits.'
             )
         super().load_state_dict(state)
