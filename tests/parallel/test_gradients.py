@@ -544,7 +544,7 @@ def test_what_cannot_be_averaged_is_refused_on_every_rank_before_anything_moves(
         assert all(same for _, same in found.values())
         texts = {name: text for name, (text, _) in found.items()}
         assert (
-            "dense gradients on their parameters' devices, but that of 0.weight is a sparse_coo tensor"
+            "dense gradients on their parameters' devices, but the gradient of 0.weight is a sparse_coo tensor"
             in texts["sparse"]
         )
         assert "but weight is lazy" in texts["lazy"]
