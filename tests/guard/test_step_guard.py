@@ -175,7 +175,7 @@ def test_as_many_steps_in_a_row_as_are_allowed_are_skipped_and_one_more_is_an_er
         assert "samples" not in said[1]  # of earlier loaders
     if rank == last:
         assert [record.exc_info is not None for record in caplog.records].count(True) == 4
-    with pytest.raises(BadStepError, match="3 steps in a row were bad, and max_skips is 2") as caught:
+    with pytest.raises(BadStepError, match="3 steps in a row were bad, but max_skips is 2") as caught:
         with guard:
             if rank == last:
                 raise ValueError(f"bad on rank {rank}")
