@@ -46,8 +46,8 @@ def average_gradients(*modules: nn.Module | Tensor) -> None:
     however their gradients were computed. Gradients are replaced in place; half-precision ones are
     added in float32. On one process it does nothing.
 
-    That all-reduce also checks that all ranks pass the same parameters. A small one before it does so if the last call
-    passed others, for more than 260,000 elements, and on accelerators.
+    That all-reduce also checks that all ranks pass the same parameters. A small one before it does so instead if the
+    last call passed others, for more than 260,000 elements, and on accelerators.
 
     Args:
         *modules: Modules, or single tensors such as a learned temperature. The same on every rank, in

@@ -329,7 +329,7 @@ class StepGuard:
         self._in_a_row += 1
         if self._in_a_row > self._max_skips:
             problem = f"{self._in_a_row} steps in a row were bad, but max_skips is {self._max_skips}"
-            raise BadStepError(explain(f"{problem}. The last:", steps), sorted(steps))
+            raise BadStepError(explain(f"{problem}. In the last one:", steps), sorted(steps))
         _say(explain(f"All ranks skip this step ({self._in_a_row} in a row, {self.skips} in total):", steps))
 
 

@@ -98,7 +98,7 @@ class Stop:
         self._request: StopRequest | None = None  # the request, once all ranks stop
 
     def now(self) -> bool:
-        """Count a step; return whether all ranks stop after it: first at the same step on every rank, then always.
+        """Count a step; return True from the step on at which all ranks stop, the same on every rank.
 
         It waits only after a rank has asked to stop: once, for the other ranks' answers.
 

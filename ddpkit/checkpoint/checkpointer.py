@@ -192,7 +192,7 @@ class Checkpointer:
         """Wait until the checkpoint of `save(wait=False)` is complete. Collective.
 
         `distributed()` calls it at the end of its block. Otherwise call it at the end of the
-        training, which without it only logs an error of the last save.
+        training: without it, an error of the last save is only logged.
 
         Raises:
             CheckpointError: On every rank, if the checkpoint could not be written.

@@ -65,8 +65,8 @@ def setup(
         backend: Backend of the process group, as torch names it; by default chosen for the device: "gloo" on CPUs, for
             example "cpu:gloo,cuda:nccl" on GPUs.
         device: This rank's device. By default the accelerator whose index is the local rank, the only visible one, or
-            the CPU without accelerators. Pass an accelerator to share it between ranks. A function gets the local rank,
-            which some platforms do not set: then the ranks join first. torch's default device
+            the CPU without accelerators. Ranks share an accelerator only if you pass it. A function is called with the
+            local rank; if the launcher does not set that, after joining. torch's default device
             (`torch.set_default_device`) is neither used nor changed.
         timeout: Time-out of joining, of each later wait, and of the group's collectives.
         num_threads: CPU threads per rank. By default the launcher's choice (`OMP_NUM_THREADS`), else the cores
@@ -380,8 +380,8 @@ def distributed(
     """Run a block between `setup()` and `teardown()`; takes the arguments of `setup()`. Collective.
 
     The end of the block waits for checkpoints of `save(wait=False)`, and raises their errors on every rank. If the
-    block raises, its end reports the exception to the other ranks and in torchrun's error file, and does not wait. If a
-    failed peer broke a collective in it, a `PeerError` that names the peer replaces the connection error.
+    block raises, `distributed` reports the exception to the other ranks and in torchrun's error file, and does not
+    wait. If a failed peer broke a collective in it, a `PeerError` that names the peer replaces the connection error.
 
     Example:
         >>> with distributed() as context:
