@@ -403,8 +403,8 @@ class Loader(DataLoader[Any]):
         done = f"{sampler.consumed} of {sampler.n} samples"
         warnings.warn(
             f"The loop over epoch {self.epoch} stopped after {done}; this loop starts epoch "
-            f"{self.epoch + 1} and skips the rest. If both loops continue, only this one counts progress. "
-            "To look at a batch use loader.peek(). If you meant to stop early, loop over "
+            f"{self.epoch + 1}. The rest is skipped unless the earlier loop continues; only this one counts "
+            "progress. To look at a batch use loader.peek(). If you meant to stop early, loop over "
             "loader.epochs(n), or call loader.set_epoch() first.",
             stacklevel=3,
         )

@@ -539,7 +539,7 @@ def test_nothing_is_exchanged_in_the_block(rank: int) -> None:
     with pytest.raises(DdpkitError, match="inside a block of StepGuard"):
         with guard:
             ddpkit.all_reduce_mean(1.0)
-    with pytest.raises(DdpkitError, match="Call it before or after the block"):
+    with pytest.raises(DdpkitError, match="Call them before or after the block"):
         with guard:
             ddpkit.barrier()
     assert ddpkit.all_reduce(1) == ddpkit.get_world_size()
