@@ -39,8 +39,8 @@ def gather_batch(value: T, *, check: bool = True, group: Group | None = None) ->
         value: This rank's tensor of shape (rows, ...), or dicts, lists, tuples and dataclasses of such tensors. The
             number of rows may differ between ranks, and be 0. Structure, dtypes, trailing shapes and which tensors
             require a gradient must be the same on every rank.
-        check: False on every rank skips the check, which also exchanges the numbers of rows, and the check of the
-            backward: all shapes must then be equal. Ranks that differ get wrong values, hang, or abort.
+        check: False on every rank skips the checks of forward and backward, and the exchange of the numbers of rows:
+            all shapes must then be equal. Mismatched ranks get wrong values, hang, or abort.
         group: As for `all_reduce_mean`; by default the data-parallel ranks.
 
     Returns:
@@ -49,7 +49,8 @@ def gather_batch(value: T, *, check: bool = True, group: Group | None = None) ->
         ``i * world_size + r`` if the numbers of rows are equal, or if `make_loader` split the batch.
 
     Raises:
-        MismatchError: If ranks differ in what must be the same; on the other ranks, if one raises an error below.
+        MismatchError: If structure, dtypes, trailing shapes or required gradients differ between ranks; on the other
+            ranks, if one raises an error below.
         NotSetUpError: If several processes were launched but `setup()` was not called.
         TypeError: If it holds anything but dense tensors.
         ValueError: If a tensor has no dimensions.

@@ -52,7 +52,7 @@ class DdpkitError(RuntimeError):
 
 
 class LaunchError(DdpkitError):
-    """The environment suggests several processes, but its variables are incomplete, contradictory or shared.
+    """The ranks cannot form a job: environment variables are incomplete or contradictory, or ranks do not join.
 
     Example:
         >>> from ddpkit import detect_launch
@@ -83,7 +83,7 @@ class NotSetUpError(DdpkitError):
 
 
 class MismatchError(DdpkitError):
-    """Ranks passed values that cannot be combined.
+    """Ranks passed values that do not match, or made different calls.
 
     Example:
         >>> from ddpkit import MismatchError, all_reduce_mean
@@ -139,7 +139,7 @@ class CheckpointError(DdpkitError):
 
 
 class BadStepError(DdpkitError):
-    """More steps in a row failed than may be skipped.
+    """More steps in a row were bad than `max_skips` allows.
 
     Attributes:
         ranks: Ranks on which the last step failed.

@@ -46,8 +46,8 @@ def average_gradients(*modules: nn.Module | Tensor) -> None:
     however their gradients were computed. Gradients are replaced in place; half-precision ones are
     added in float32. On one process it does nothing.
 
-    The check that all ranks pass the same travels in that all-reduce if the last call passed the same
-    parameters; otherwise, for more than 260,000 elements, and on accelerators, in a small one before.
+    That all-reduce also checks that all ranks pass the same parameters. A small one before it does so instead if the
+    last call passed others, for more than 260,000 elements, and on accelerators.
 
     Args:
         *modules: Modules, or single tensors such as a learned temperature. The same on every rank, in
@@ -180,8 +180,8 @@ class Gradients:
         else:
             problem = f"is {explain_not_dense(gradient)}"
         raise TypeError(
-            f"{self._call} takes dense gradients on their parameters' devices, but that of {name} "
-            f"{problem}. Make an embedding with sparse=False, or move or densify the gradient first."
+            f"{self._call} takes dense gradients on their parameters' devices, but the gradient of {name} "
+            f"{problem}. Create the embedding with sparse=False, or move or densify the gradient first."
         )
 
     def fingerprint(self, exchange: str, settings: Settings) -> str:

@@ -184,16 +184,16 @@ class StepGuard:
     statistics) are restored, and `skipped` is True on every rank. Otherwise the gradients are the
     means over ranks, as with DDP and `average_gradients`.
 
-    Nothing is exchanged within the block, so no rank waits for one that has raised; DDP's exchange is
-    off. At its end the gradients, and whether a rank has raised, travel in one flat all-reduce. The
-    arguments are the same on every rank.
+    Ranks do not communicate in the block, so none waits for one that has raised: DDP does not
+    synchronise. At its end one flat all-reduce carries the gradients, and whether a rank has
+    raised. The arguments are the same on every rank.
 
     Args:
         *modules: All models trained in the step, wrapped or not, and single parameters. Plain ones
             start equal on all ranks, as for `average_gradients`.
         max_skips: Steps in a row that may be skipped; one more raises on every rank. With 0 the first
             bad step raises.
-        errors: The exceptions that make a step bad. Others leave the block, as do ddpkit's errors and
+        errors: The exceptions that make a step bad. Others propagate, as do ddpkit's errors and
             those of collectives and of loaders that lost a worker.
         check_gradients: Whether gradients that are not finite make a step bad. Pass False if a
             `GradScaler` checks for them.
@@ -208,7 +208,7 @@ class StepGuard:
     Raises:
         TypeError: If a model communicates in its forward: `fully_shard`, SyncBatchNorm, DDP with
             `static_graph=True`; or an argument is of a wrong type.
-        ValueError: If a number is out of range, or nothing is trained.
+        ValueError: If a number is out of range, or no parameter requires a gradient.
 
     Example:
         >>> import math, torch
@@ -249,8 +249,8 @@ class StepGuard:
     def attempts(self) -> Iterator[int]:
         """Yield the number of pieces to cut the batch into: once, and again if a rank runs out of memory.
 
-        It doubles each time, up to `max_pieces`, on every rank; later steps start with the last
-        number.
+        The number doubles each time, up to `max_pieces`, on every rank; later steps start with the
+        last one.
 
         Example:
             >>> import torch
@@ -328,8 +328,8 @@ class StepGuard:
         self.skips += 1
         self._in_a_row += 1
         if self._in_a_row > self._max_skips:
-            problem = f"{self._in_a_row} steps in a row were bad, and max_skips is {self._max_skips}"
-            raise BadStepError(explain(f"{problem}; in the last:", steps), sorted(steps))
+            problem = f"{self._in_a_row} steps in a row were bad, but max_skips is {self._max_skips}"
+            raise BadStepError(explain(f"{problem}. In the last one:", steps), sorted(steps))
         _say(explain(f"All ranks skip this step ({self._in_a_row} in a row, {self.skips} in total):", steps))
 
 

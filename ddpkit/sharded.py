@@ -308,8 +308,8 @@ class SavedPieces:
         entry = content.get("sharded", {"folder": "", "tensors": {}})
         if entry["tensors"] and not is_folder_of(path, entry["folder"]):
             raise CheckpointError(
-                f"Cannot read {path}: the folder of its pieces has no name that a Checkpointer creates, "
-                "or the file was renamed."
+                f"Cannot read {path}: its folder of pieces does not have a name that a Checkpointer "
+                "gives. Was the file renamed?"
             )
         layouts = _from_plain(entry["tensors"])
         stand_ins: dict[str, Tensor] = {}

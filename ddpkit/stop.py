@@ -98,13 +98,13 @@ class Stop:
         self._request: StopRequest | None = None  # the request, once all ranks stop
 
     def now(self) -> bool:
-        """Count a step; return whether all ranks stop here, at the same step on every rank, and from then on.
+        """Count a step; return True from the step on at which all ranks stop, the same on every rank.
 
-        It waits for nothing until a rank has asked; then it may wait for the other ranks' answers, once.
+        It waits only after a rank has asked to stop: once, for the other ranks' answers.
 
         Raises:
             BarrierTimeoutError: If a rank does not answer within the time-out of `setup()`.
-            NotSetUpError: As for `stopping`, if the block joined the job.
+            NotSetUpError: As for `stopping`, if the job was joined in the block.
             PeerError: If a rank fails meanwhile.
         """
         several = _has_peers()
@@ -126,7 +126,7 @@ class Stop:
     def ask(self, reason: str) -> None:
         """Ask all ranks to stop, as a signal to this rank does, for example at a time limit.
 
-        One rank is enough, and none waits.
+        One rank is enough; the call does not wait.
 
         Args:
             reason: Reason, for the log.
@@ -140,7 +140,7 @@ class Stop:
 
     @property
     def exit_code(self) -> int:
-        """Code for `sys.exit()` after the script left the job, which tells a scheduler that the run is not done.
+        """Exit code for `sys.exit()` after leaving the job; it tells a scheduler that the run is incomplete.
 
         128 plus the number of the signal, as in shells. 0 if no signal stopped the ranks, and under torchrun, which
         restarts ranks after any other code.
@@ -191,7 +191,7 @@ def _say_what_came_too_late() -> None:
     agreement = stop_agreement.current()
     request = agreement.request
     if request is not None and not agreement.is_reached() and not handled_signals():
-        log.warning("%s, but no step followed in the block of stopping(): nothing was stopped.", request)
+        log.warning("%s, but now() was not called again in the block of stopping(): no rank was stopped.", request)
 
 
 def _wait_for_decision(session: Session, agreement: StopAgreement) -> None:

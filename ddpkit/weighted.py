@@ -26,8 +26,8 @@ class DistributedWeightedSampler(ResumableSampler):
     Args:
         weights: Weight per sample, shape (n,), finite, not negative; the sum is arbitrary. They are
             copied: to change them create another sampler, on every rank.
-        num_samples: Samples per epoch of all ranks together; padded from the front to a multiple of
-            the ranks.
+        num_samples: Samples per epoch of all ranks together; padded from the front to a
+            multiple of the number of ranks.
         num_replicas: Number of ranks; by default the world size.
         rank: This rank; by default the process's own.
         replacement: Whether a sample may be drawn more than once.

@@ -45,14 +45,14 @@ _RESERVED = ("step", "score")  # keys in the result of load()
 
 
 class Checkpointer:
-    """Saves and restores a run in a folder shared by all ranks.
+    """Save and restore a run in a folder that all ranks share.
 
-    A checkpoint is one file that plain `torch.load` can read:
-    `torch.load(path)["state"]["model"]`. For sharded tensors (`fully_shard`, HSDP, tensor
-    parallelism) the file holds the shapes, and each rank writes its own pieces beside it. A checkpoint
-    becomes visible when it is complete and on the disk; the text file `latest` then lists it, last written
-    first. While a `Checkpointer` that has saved exists, no other job can save into its folder, nor
-    can one in this job with other `keep` or `keep_best`.
+    A checkpoint is one file that plain `torch.load` can read: `torch.load(path)["state"]["model"]`.
+    For sharded tensors (`fully_shard`, HSDP, tensor parallelism) the file holds the shapes, and
+    each rank writes its own pieces beside it. A checkpoint becomes visible when it is complete and
+    on the disk; the text file `latest` then lists it, last written first. While a `Checkpointer`
+    that has saved exists, no other job can save into its folder, nor can a `Checkpointer` of this
+    job with other `keep` or `keep_best`.
 
     Args:
         folder: Folder of the checkpoints; the first `save()` creates it. A relative path is relative
@@ -191,8 +191,8 @@ class Checkpointer:
     def wait(self) -> None:
         """Wait until the checkpoint of `save(wait=False)` is complete. Collective.
 
-        `distributed()` calls it at the end of its block. Otherwise call it at the end of the training:
-        if no further call raises an error of the last save, it is only logged.
+        `distributed()` calls it at the end of its block. Otherwise call it at the end of the
+        training: without it, an error of the last save is only logged.
 
         Raises:
             CheckpointError: On every rank, if the checkpoint could not be written.
@@ -262,7 +262,7 @@ class Checkpointer:
             for name, target in objects.items():
                 if not hasattr(target, "load_state_dict") or not hasattr(target, "state_dict"):
                     problem = f"{name}={target!r} has no load_state_dict()."
-                    raise TypeError(f"{problem} Plain data is in the returned dict.")
+                    raise TypeError(f"{problem} Leave it out: load() returns plain data.")
         check_fingerprint(fingerprint_of(call, {"names": ", ".join(objects)}))
         try_on_all(lambda: refuse_sharded(call, objects, {}))
         self._wait_for_writing()

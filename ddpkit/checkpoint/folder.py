@@ -275,7 +275,7 @@ class Writing:
 
     def _check(self) -> None:
         if self._is_cancelled:
-            raise CheckpointError("The wait for it was interrupted.")
+            raise CheckpointError("Not saved: the wait for the checkpoint was interrupted.")
 
 
 def explain(error: Exception, doing: str = "") -> str:

@@ -261,7 +261,7 @@ def _explain_entry(key: str, here: Any, there: Any) -> str:
     if not isinstance(here, Tensor):
         return ""
     if here.is_meta:
-        return f"has {key} on the meta device here, which cannot hold values: call to_empty() before"
+        return f"has {key} on the meta device here, which cannot hold values: call to_empty() first"
     return explain_loss(key, there, here.dtype) if isinstance(there, Tensor) else ""
 
 

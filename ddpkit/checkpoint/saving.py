@@ -185,7 +185,7 @@ def _take_states(key: str, values: Mapping[str, Any], sharded: dict[str, Any] | 
     problem = explain_sharded(_CALL, unsaveable)  # shows only in the state
     for name, tensor in reversed(tensors):
         if is_lazy(tensor):
-            problem = f"Cannot save {name}: it is lazy. Call the model once before."
+            problem = f"Cannot save {name}: it is lazy. Call the model once first."
         elif tensor.is_meta:
             problem = f"Cannot save {name}: it is on the meta device and has no values. Initialise it first."
     if problem:

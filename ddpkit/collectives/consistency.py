@@ -75,7 +75,7 @@ def add_up(fingerprint: str, numbers: Sequence[float] | Numbers, peers: Peers | 
         payload[:] = numbers
     block[:_CHECK], expected = _check_numbers(fingerprint, len(ranks_of(peers)))
     if type(torch.from_numpy(block)) is not Tensor:  # it would not be sent, and the other ranks would wait
-        raise TypeError("No values can be exchanged under FakeTensorMode. Call it outside.")
+        raise TypeError("Collectives cannot run under FakeTensorMode. Call them outside it.")
     with current_job.peer_errors():
         _sum_over_ranks(block, peers)
     if block[:_CHECK].tobytes() != expected:

@@ -65,7 +65,7 @@ def explain_disorder(names: Mapping[int, Sequence[str]]) -> str:
         if len(set(row)) > 1:
             return (
                 f"entry {position} is {_list_by_text(dict(zip(names, row, strict=True)))}. "
-                "Sets and directory listings have another order in each process: sort them before you build from them."
+                "Sets and directory listings have another order in each process: sort them before you use their order."
             )
     return ""
 

@@ -79,8 +79,8 @@ def set_data_parallel(group: Group | None) -> None:
             None restores all ranks.
 
     Raises:
-        ValueError: On every rank, if their groups do not fit together.
-        TypeError: If it is not a group; on the other ranks `MismatchError`.
+        ValueError: On every rank, if the groups differ in size or do not contain each rank once.
+        TypeError: If `group` is not a group; on the other ranks `MismatchError`.
 
     Example:
         >>> set_data_parallel(None)

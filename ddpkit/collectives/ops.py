@@ -46,21 +46,21 @@ def all_reduce_mean(
     """Average a number, tensor or nested structure over all ranks. Collective.
 
     Up to 495 Python numbers or tensor elements take one small exchange, including the check. Larger values take one
-    more all-reduce per dtype; half and bfloat16 are added in float32. The check makes the host wait for tensors on an
-    accelerator.
+    more all-reduce per dtype; half and bfloat16 tensors are added in float32. The check makes the host wait for an
+    accelerator's tensors.
 
     Args:
         value: This rank's value: Python numbers, NumPy arrays and scalars, tensors, and dicts, lists, tuples and
             dataclasses of them, which keep their types. Floating leaves keep their dtype; ints and bools become floats:
-            float64, or Python floats. A DTensor that is replicated, or a partial sum, counts as its full tensor, and
-            is returned as such. Same structure, shapes, dtypes and device type on every rank. It is not modified, and
-            shares no memory with the result.
+            float64, or Python floats. A replicated DTensor, or one of partial sums, counts as its full tensor; the
+            result is a plain tensor. Same structure, shapes, dtypes and device type on every rank. It is not modified,
+            and shares no memory with the result.
         weight: This rank's share of the mean, for example its number of samples: 0, or from 1e-20 to 1e20; by default
             1. The value of a rank with weight 0 is ignored, even NaN.
-        check: False on every rank skips the check for a single tensor without weight, so that nothing waits for its
-            device. Ranks that differ then get wrong values, hang, or abort.
+        check: False on every rank skips the check for a single tensor without weight, so that the host does not wait
+            for its device. Mismatched ranks then get wrong values, hang, or abort.
         group: Ranks to average over; by default all. A torch process group, or one dimension of a mesh, that contains
-            this rank. Messages and results use the ranks of the job.
+            this rank. Rank numbers in messages and results are the job's.
 
     Returns:
         The same structure with the means, equal on every rank, without gradient. Ints beyond 2^53 are rounded to the
@@ -96,7 +96,7 @@ def all_reduce(value: Tensor, op: Op = "sum", *, check: bool = True, group: Grou
 def all_reduce(value: T, op: Op = "sum", *, check: bool = True, group: Group | None = None) -> T: ...
 @untraced
 def all_reduce(value: Any, op: Op = "sum", *, check: bool = True, group: Group | None = None) -> Any:
-    """Add, average or compare a number, tensor or nested structure over all ranks. Collective.
+    """Reduce a number, tensor or nested structure over all ranks. Collective.
 
     Args:
         value: As for `all_reduce_mean`.
@@ -135,12 +135,13 @@ def all_gather(value: T, *, group: Group | None = None) -> list[T]:
 
     Args:
         value: This rank's tensor, of any dtype, or dicts, lists, tuples and dataclasses of tensors. Same structure,
-            dtypes and shapes, except for the first dimension, on every rank. None may require a gradient, unless
-            gradients are turned off: for those use `gather_batch`.
+            dtypes and shapes, except for the first dimension, on every rank. No tensor may require a gradient, except
+            under `torch.no_grad()`: `gather_batch` keeps gradients.
         group: As for `all_reduce_mean`; the values are in its order.
 
     Returns:
-        The values by rank, each with its own length, on this tensor's device, without gradient. `torch.cat` joins them.
+        The ranks' values, in rank order, each of its own length, on this tensor's device, without gradient. `torch.cat`
+        joins them.
 
     Raises:
         MismatchError: If structure, dtype, number of dimensions or trailing shape differ between ranks; on the other
@@ -174,7 +175,7 @@ def all_gather_object(obj: T, *, group: Group | None = None) -> list[T]:
         The objects by rank.
 
     Raises:
-        MismatchError: On the other ranks, if an object cannot be pickled; its own rank raises the cause.
+        MismatchError: On the other ranks, if an object cannot be pickled; its own rank raises the original error.
         NotSetUpError: If several processes were launched but `setup()` was not called.
 
     Example:
@@ -188,17 +189,17 @@ def all_gather_object(obj: T, *, group: Group | None = None) -> list[T]:
 def broadcast(value: T, src: int | None = None, *, group: Group | None = None) -> T:
     """Send one rank's value to every rank. Collective.
 
-    A value of up to 1.9 kB takes one small exchange, a larger one a further broadcast.
+    A value of up to 1.9 kB takes one small exchange, a larger one also a broadcast.
 
     Args:
-        value: On rank `src`: tensors, numbers, strings, None, nested, or anything that can be pickled. Ignored on the
-            others; pass for example None.
-        src: The source rank, by its number in the job; the same on every rank. By default the first participating one.
+        value: On rank `src`: anything that can be pickled, such as nested tensors, numbers and strings. Ignored on the
+            other ranks; pass None, for example.
+        src: The source rank, by its number in the job; the same on every rank. By default the group's first rank.
         group: As for `all_reduce_mean`.
 
     Returns:
-        The value of rank `src`: there the value itself, elsewhere a copy, with tensors without gradient, and on this
-        rank's device if they were on an accelerator.
+        Rank `src`'s value: the object itself on that rank, a copy on the others. Copied tensors have no gradient; those
+        from an accelerator are on this rank's device.
 
     Raises:
         MismatchError: If `src` differs between ranks; on the other ranks, if the value cannot be pickled.

@@ -30,7 +30,7 @@ def barrier(name: str | None = None, timeout: timedelta | None = None, *, group:
     It works on any backend, and does not synchronise the accelerator.
 
     Args:
-        name: Name in error messages, reusable. Ranks meet at the same use of the same name.
+        name: Name in error messages; reusable: the ranks' n-th uses of a name meet.
         timeout: Longest wait; by default that of `setup()`.
         group: Ranks that meet; by default all. A torch process group, or one dimension of a mesh, that contains this
             rank.
@@ -38,7 +38,7 @@ def barrier(name: str | None = None, timeout: timedelta | None = None, *, group:
     Raises:
         BarrierTimeoutError: If ranks are missing after the time-out; on every rank, late ones included. Its `missing`
             and `arrived` list them; the message says where a missing rank waits instead.
-        PeerError: If a rank failed or left meanwhile, or passed a bad time-out.
+        PeerError: If another rank fails, leaves, or passes a bad time-out.
         TypeError: If `timeout` is a number (write `timedelta(seconds=...)`), or `group` is not a group.
         ValueError: If `timeout` is not positive, or this rank is not in the group.
 
@@ -62,8 +62,8 @@ def barrier(name: str | None = None, timeout: timedelta | None = None, *, group:
 def together(name: str | None = None) -> Iterator[None]:
     """Run a block; afterwards either all ranks continue or all raise. Collective.
 
-    A rank that raises in the block keeps its exception and does not wait; the others raise at the end of theirs. So the
-    block may not contain collectives, unless its failure ends the job.
+    A rank that raises in the block re-raises its exception without waiting; the others raise `PeerError` at the end of
+    the block. The block may therefore contain no collectives, unless its failure ends the job.
 
     Args:
         name: Name of the block in error messages.
@@ -90,15 +90,15 @@ def together(name: str | None = None) -> Iterator[None]:
 def main_process_first(local: bool = False) -> Iterator[None]:
     """Run a block on rank 0 first, then on the other ranks, for example to download data. Collective.
 
-    The block may not contain collectives. The others wait on the store for up to a day, so slow work exceeds no
-    collective's time-out. The wait ends early if the first rank raises, which all ranks then do, or if the watch
-    (`setup(watch=True)`) sees it die.
+    The block may not contain collectives. The others wait on the store for up to a day, so slow work causes no
+    collective to time out. If the first rank raises, the others raise at once; if it dies, the watch
+    (`setup(watch=True)`) ends the wait.
 
     Args:
         local: Let the first rank of every node go first, for node-local disks.
 
     Raises:
-        PeerError: If the block raised on a first rank.
+        PeerError: On the other ranks, if the block raised on a first rank.
         BarrierTimeoutError: If the first ranks are done and others do not arrive in time.
 
     Example:
@@ -125,9 +125,9 @@ def main_process_first(local: bool = False) -> Iterator[None]:
 def run_on_main(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Run `fn` on rank 0 and return its value on every rank. Collective.
 
-    `fn` may not contain collectives. The others wait on the store for up to a day, so slow work exceeds no collective's
-    time-out. The wait ends early if rank 0 raises, or if the watch (`setup(watch=True)`) sees it die. Once all ranks
-    have arrived, the value goes through the process group.
+    `fn` may not contain collectives. The others wait on the store for up to a day, so slow work causes no collective to
+    time out. If rank 0 raises, the others raise at once; if it dies, the watch (`setup(watch=True)`) ends the wait.
+    Once all ranks have arrived, rank 0 broadcasts the value.
 
     Args:
         fn: Function called on rank 0 only.
@@ -138,7 +138,7 @@ def run_on_main(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         The value of `fn`; on the other ranks a pickled copy.
 
     Raises:
-        PeerError: On the other ranks, if it raised on rank 0; rank 0 keeps the exception.
+        PeerError: On the other ranks, if `fn` raised on rank 0, which raises the exception itself.
         BarrierTimeoutError: If rank 0 is done and other ranks do not arrive in time.
 
     Example:
@@ -163,7 +163,7 @@ def run_on_main(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 def main_process_only(fn: Callable[P, T]) -> Callable[P, T | None]:
-    """Decorate a function to run on rank 0 only; elsewhere it returns None, without waiting.
+    """Decorate a function to run on rank 0 only; on other ranks it returns None, without waiting.
 
     Example:
         >>> main_process_only(print)("once")

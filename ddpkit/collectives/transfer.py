@@ -103,7 +103,7 @@ def broadcast_bytes(call: str, data: bytes, src: int, peers: Peers | None = None
     sums = add_up(fingerprint_of(call), np.append(float(len(data)), words), peers)
     size = sums[0]
     if not 0 <= size <= most:
-        raise MismatchError(f"{call}: rank {src} sends {size:g} bytes, and at most {most:g} are expected.")
+        raise MismatchError(f"{call}: rank {src} sends {size:g} bytes, but this rank expects at most {most:g}.")
     if size <= _SMALL:
         return sums[1:].astype("<u4").tobytes()[: int(size)]
     buffer = bytes_as_tensor(data) if data else torch.empty(int(size), dtype=torch.uint8, device="cpu")

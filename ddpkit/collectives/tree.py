@@ -25,7 +25,7 @@ def explain_not_dense(tensor: Tensor) -> str:
         if is_sharded(tensor):
             return "a sharded tensor (fully_shard, FSDP, tensor parallelism; pass tensor.full_tensor())"
         if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ or nn.parameter.is_lazy(tensor):
-            return f"{kind.__name__}, a kind of tensor whose memory does not show its values"
+            return f"{kind.__name__}, a kind of tensor whose values cannot be read from memory"
     if tensor.is_meta:
         return "a meta tensor, which has no values"
     if tensor.is_nested:
@@ -390,5 +390,5 @@ def _make_dict(kind: Any, content: dict[Any, Any]) -> Any:
     has_fields = is_dataclass(kind)
     made = kind(**content) if has_fields else kind(content)
     if list(made) != list(content):
-        raise TypeError(f"A {kind.__name__} is not made by {kind.__name__}(a dict): pass dict(it).")
+        raise TypeError(f"Cannot create a {kind.__name__} from a dict: pass dict(it).")
     return made

@@ -49,18 +49,18 @@ def make_loader(
 ) -> Loader:
     """Make a loader for this rank's part of a dataset.
 
-    In training, the ranks' batches of a step form one batch of the global order, on any number of
-    ranks. The last, incomplete batch is split as evenly as possible, and every rank gets the same
-    number of batches. In evaluation each sample comes exactly once, in order; some ranks may get one
-    batch more.
+    In training, the ranks' batches of a step together form one batch of the global order, on any
+    number of ranks. The last, incomplete batch is split as evenly as possible, and every rank gets
+    the same number of batches. In evaluation each sample comes exactly once, in order; some ranks
+    may get one batch more.
 
     A stream (an `IterableDataset`, or anything without a length) needs a method
     `shard(index, num_shards)` that returns an iterable; its shards are spread over ranks x workers.
     Inside a shard `get_worker_info()` returns None.
 
     The loader calls the dataset's `set_epoch(epoch)`, if it has one, in every process that reads it
-    and before every batch, so `set_epoch` should only store the number. A dataset wrapped as
-    `dataset` or in `datasets` (torch's `Subset`, `ConcatDataset`) is found, too.
+    and before every batch, so `set_epoch` should only store the number. It also finds datasets in
+    the attributes `dataset` and `datasets` (torch's `Subset`, `ConcatDataset`).
 
     Args:
         dataset: Anything with a length and `__getitem__`, or a stream.
@@ -120,7 +120,7 @@ def make_loader(
 
 
 class Loader(DataLoader[Any]):
-    """torch's DataLoader, with epochs and progress counted. `make_loader` creates it.
+    """A torch DataLoader that counts epochs and progress. `make_loader` creates it.
 
     Each `iter()` starts the next epoch, beginning with epoch 0, unless `set_epoch` or a loaded state
     sets another. `next(iter(loader))` therefore uses up an epoch, and the next loop warns: use
@@ -130,8 +130,8 @@ class Loader(DataLoader[Any]):
 
     A state counts the batches that the loop received, not those prefetched by workers. Take it in
     the loop after the optimiser step: the current batch counts as done, and the resumed run starts
-    with the next one. At the last batch of an epoch, the resumed run starts with an empty loop, so
-    that your code after the loop runs. Taken after the loop, it resumes with the next epoch; after a
+    with the next one. From a state of an epoch's last batch, it starts with an empty loop, so that
+    your code after the loop runs. A state taken after the loop resumes with the next epoch; after a
     `break`, with the rest of this one, unless you call `set_epoch(epoch + 1)`.
 
     Workers seed `random`, NumPy and torch before every batch from (seed, epoch, rank, position in the
@@ -245,7 +245,8 @@ class Loader(DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return the progress of the run, including the current batch.
 
-        It is the same on every rank, and holds plain numbers and text. A stream's counts batches.
+        It is the same on every rank, and holds plain numbers and text. A stream's state counts
+        batches.
 
         Raises:
             TypeError: If the sampler cannot resume and the loop is inside an epoch.
@@ -402,8 +403,8 @@ class Loader(DataLoader[Any]):
         done = f"{sampler.consumed} of {sampler.n} samples"
         warnings.warn(
             f"The loop over epoch {self.epoch} stopped after {done}; this loop starts epoch "
-            f"{self.epoch + 1}, and the rest is skipped unless that loop continues (then only this one "
-            "counts). To look at a batch use loader.peek(). If you meant to stop early, loop over "
+            f"{self.epoch + 1}. The rest is skipped unless the earlier loop continues; only this one counts "
+            "progress. To look at a batch use loader.peek(). If you meant to stop early, loop over "
             "loader.epochs(n), or call loader.set_epoch() first.",
             stacklevel=3,
         )

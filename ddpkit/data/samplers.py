@@ -298,7 +298,7 @@ class ResumableSampler(Sampler[int], ABC):
 
 
 class DistributedSampler(ResumableSampler):
-    """Deal a dataset's indices to the ranks, resumable and with little memory.
+    """Split a dataset's indices between the ranks; resumable, with little memory.
 
     A drop-in for `torch.utils.data.DistributedSampler` that needs no process group. The order is a
     pure function of (seed, epoch, n). Above 2**17 samples it is computed in blocks, so any number of
@@ -312,9 +312,10 @@ class DistributedSampler(ResumableSampler):
         seed: Any integer, the same on every rank.
         drop_last: Whether to drop the samples that do not fill a batch on every rank. By default the
             ranks split them.
-        batch_size: Samples per step, per rank, of the loader. All ranks get the same number of
-            batches; only if the last one has fewer samples than ranks is it padded from the order's
-            front. The default, 1, gives torch's padding: the same number of indices on every rank.
+        batch_size: The loader's samples per step, per rank. All ranks get the same number of
+            batches; if the last one has fewer samples than ranks, it is padded from the front of
+            the order. The default, 1, gives torch's padding: the same number of indices on every
+            rank.
 
     Raises:
         ValueError: If the dataset is empty, `drop_last` leaves nothing, or a number is out of range.
@@ -360,7 +361,7 @@ class DistributedSampler(ResumableSampler):
 
 
 class DistributedEvalSampler(Sampler[int]):
-    """Deal every index exactly once, in order, without padding.
+    """Give each index to exactly one rank, in order, without padding.
 
     The number of samples differs by at most one between ranks, and may be 0.
 

@@ -27,7 +27,7 @@ _INDICES_NAMED = 8  # samples that a message names
 
 @untraced
 def gather_exact(values: T, indices: Any, n: int, *, group: Group | None = None) -> T:
-    """Put the ranks' results for a dataset into its order, and make sure that each sample is there once. Collective.
+    """Gather the ranks' results in dataset order, and check that each sample occurs exactly once. Collective.
 
     Args:
         values: This rank's results, one for each index: a tensor or NumPy array, by its first dimension, or a list. Or
@@ -38,21 +38,21 @@ def gather_exact(values: T, indices: Any, n: int, *, group: Group | None = None)
         group: As for `all_reduce_mean`; by default the data-parallel ranks.
 
     Returns:
-        The n results in dataset order, equal on every rank, as `values` holds them: a tensor (on the device of its
-        part), array or list, or a dict of them.
+        The n results in dataset order, equal on every rank, in the form of `values`: a tensor (on the device of this
+        rank's tensor), array or list, or columns of them.
 
     Raises:
         MismatchError: If structure, kind, dtype, trailing shape or n differ between ranks.
         NotSetUpError: If several processes were launched but `setup()` was not called.
-        TypeError: If `values` are something else: a string, a set, or a tuple, which may be meant as columns or not.
-        ValueError: If the ranks' indices together are not exactly range(n), on every rank, naming what is missing,
-            repeated or out of range; if values and indices differ in length.
+        TypeError: If `values` are something else: a string, a set, or a tuple, which is ambiguous.
+        ValueError: If values and indices differ in length; on every rank, if the ranks' indices together are not
+            range(n), each once. The message names those missing, repeated or out of range.
 
     Example:
         >>> gather_exact(["c", "a", "b"], [2, 0, 1], n=3)
         ['a', 'b', 'c']
 
-        On two::
+        On two ranks::
 
             gather_exact({"loss": torch.tensor([1, 3])}, [0, 2], n=3)  # rank 0
             gather_exact({"loss": torch.tensor([2])}, [1], n=3)  # rank 1
@@ -128,13 +128,13 @@ def _as_column(call: str, path: str, column: Any, count: int) -> Any:
         problem = "a tensor without dimensions"
     if problem:
         raise TypeError(
-            f"{call} takes the results of the indices in one tensor, array or list, or such columns in a dict, "
+            f"{call} takes one result per index in a tensor, array or list, or several such columns in a dict, "
             f"namedtuple or dataclass, found {problem} at {path}."
         )
     if len(column) != count:
         results = "1 result" if len(column) == 1 else f"{len(column)} results"
         indices = "there is 1 index" if count == 1 else f"there are {count} indices"
-        raise ValueError(f"{path} holds {results}, but {indices}: {call} takes one for each.")
+        raise ValueError(f"{path} holds {results}, but {indices}: {call} takes one per index.")
     if isinstance(column, Tensor):
         return column.detach().as_subclass(Tensor).cpu()
     if isinstance(column, np.ndarray):

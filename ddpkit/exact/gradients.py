@@ -50,13 +50,13 @@ def _cpu_name() -> str:
 
 
 class MicroBatches(list[Any]):
-    """This rank's micro-batches of one optimiser step, as a loader of `make_micro_batch_loader` yields them.
+    """This rank's micro-batches of one optimiser step, as a loader from `make_micro_batch_loader` yields them.
 
     Attributes:
-        step: Which step it is, in words: the same on every rank.
+        step: Description of the step, the same on every rank.
         global_batch_size: Samples of the step, on all ranks together.
-        seeds: Of the random numbers of each micro-batch here.
-        most: Micro-batches that a rank can have: the same number on every rank.
+        seeds: Seed of each micro-batch's random numbers.
+        most: Largest possible number of micro-batches on a rank.
 
     Example:
         >>> from ddpkit import make_micro_batch_loader
@@ -80,36 +80,36 @@ def exact_gradients(
     *modules: nn.Module | Tensor,
     threads: int = 1,
 ) -> Iterator[Iterator[Any]]:
-    """Add up the gradients of a step to the same bits on any number of ranks. Collective.
+    """Sum a step's gradients over all ranks, with the same bits on any number of ranks. Collective.
 
-    The block goes through this rank's micro-batches. Each has random numbers of its own (of `random`, NumPy and torch),
-    so that dropout is the same wherever it is computed. After the block each parameter's `.grad` is the sum of what
-    the backwards on all ranks have given; a gradient from before the block is dropped. The sum is exact, so it has no
-    order that could vary: elements are rounded before, by at most 2^-40 of the largest one of the step, and the sum
-    at the end, to float64 and then to the gradient's dtype.
+    Loop over this rank's micro-batches in the block. The block seeds `random`, NumPy and torch for each, so that
+    dropout does not depend on the rank. After the block each parameter's `.grad` is the sum of all ranks' gradients;
+    gradients from before the block are dropped. The sum is exact, so its order has no effect: elements are first
+    rounded, by at most 2^-40 of the step's largest element, and the sum is rounded at the end, to float64 and then to
+    the gradient's dtype.
 
-    Divide each loss, summed over its samples, by `batch.global_batch_size`. Within the block nothing is exchanged:
-    DDP's exchange is off, and ddpkit's own calls are refused. At the end each rank adds up a part of the elements.
+    Divide each loss, summed over its samples, by `batch.global_batch_size`. Ranks do not communicate in the block: DDP
+    does not synchronise, and ddpkit's collectives raise `DdpkitError`. At its end they all-reduce the sums.
 
-    A micro-batch's gradient has the same bits only where the same kernels compute it: the same torch, kind of CPU and
-    number of threads, or the same kind of accelerator with `torch.use_deterministic_algorithms(True)`. Ranks that
-    differ are refused, and so are states of the loader from elsewhere.
+    A micro-batch's gradient has the same bits only if the same kernels compute it: the same version of torch, CPU model
+    and number of threads, or the same accelerator model with `torch.use_deterministic_algorithms(True)`. Ranks with
+    different kernels raise; so does a loader that loads a state saved with others.
 
     Args:
-        batch: What a loader of `make_micro_batch_loader` has yielded.
-        *modules: All models that are trained in the step, wrapped or not, and single parameters, equal on all ranks.
-        threads: That torch uses on the CPU: the same in all runs that are to have the same bits.
+        batch: A batch of a loader from `make_micro_batch_loader`.
+        *modules: All models trained in the step, wrapped or not, and single parameters, equal on all ranks.
+        threads: Number of torch's CPU threads, the same in all runs that must give the same bits.
 
     Raises:
-        MismatchError: If the ranks are at different steps, or have other parameters or kernels; on the other ranks,
-            if one raises an error below.
-        DdpkitError: If a forward changes a buffer, such as BatchNorm's statistics: its value would depend on which
-            rank saw what.
-        RuntimeError: If the block ends before its loop has taken all micro-batches.
-        TypeError: If the batch is of another loader, a model exchanges values in its forward (`fully_shard`,
+        MismatchError: If steps, parameters or kernels differ between ranks; on the other ranks, if one raises an error
+            below.
+        DdpkitError: If a forward changes a buffer, such as BatchNorm's statistics, whose value would depend on the
+            rank's micro-batches.
+        RuntimeError: If the block ends before it has looped over all micro-batches.
+        TypeError: If `batch` comes from another loader, a model communicates in its forward (`fully_shard`,
             SyncBatchNorm, DDP with `static_graph=True`), or a parameter or gradient is sharded, sparse or complex.
-        ValueError: If torch uses another number of threads, or may use algorithms that are not deterministic; if
-            nothing is trained.
+        ValueError: If torch uses another number of threads, or may use nondeterministic algorithms; if no parameter
+            requires a gradient.
 
     References:
         James Demmel and Hong Diep Nguyen, Parallel reproducible summation, IEEE Transactions on Computers 64 (7), 2015.
@@ -154,14 +154,14 @@ class _Step:
     def __init__(self, batch: MicroBatches, modules: Modules) -> None:
         if not isinstance(batch, MicroBatches):
             kind = type(batch).__name__
-            raise TypeError(f"{_CALL} takes what a loader of make_micro_batch_loader() yields, got {kind}.")
+            raise TypeError(f"{_CALL} takes a batch of a loader from make_micro_batch_loader(), got {kind}.")
         self._batch = batch
         self.gradients = Gradients(_CALL, modules)
         parameters = self.gradients.parameters
         if not parameters:
-            raise ValueError(f"{_CALL} needs modules with parameters that are trained.")
+            raise ValueError(f"{_CALL} needs modules with trainable parameters.")
         if any(p.is_complex() for p in parameters):
-            raise TypeError(f"{_CALL} takes real parameters: keep a complex one as torch.view_as_real() of it.")
+            raise TypeError(f"{_CALL} takes real parameters: store torch.view_as_real(it) instead of a complex one.")
         self.device = parameters[0].device
         self._sizes = [p.numel() for p in parameters]
         self._counts = [0] * len(parameters)  # micro-batches here of which each has a gradient
@@ -233,7 +233,7 @@ def check_kernels(device: torch.device, threads: int) -> None:
     found = torch.get_num_threads()
     if found != threads:
         raise ValueError(
-            f"{_CALL} expects threads={threads}, but torch uses {found}, and gradients would have other bits: "
+            f"{_CALL} expects threads={threads}, but torch uses {found}, which gives gradients other bits: "
             f"call ddpkit.setup(num_threads={threads}), or pass threads={found} in every run."
         )
 
@@ -243,11 +243,11 @@ def _end(step: _Step, local_pass: LocalPass) -> None:
     """Exchange the sums, if the block did what it should. Collective."""
     with raise_everywhere(_CALL, current_job.data_parallel()):
         if not step.is_complete:
-            raise RuntimeError(f"The block of {_CALL} ended before its loop had taken all micro-batches.")
+            raise RuntimeError(f"The block of {_CALL} ended before it had looped over all micro-batches.")
         changed = local_pass.changed_buffer()
         if changed:
             raise DdpkitError(
-                f"A forward in the block of {_CALL} has changed {changed}: its value would depend on which rank saw "
-                "which micro-batch. Use a layer without running statistics, such as GroupNorm, or this one in eval()."
+                f"A forward in the block of {_CALL} has changed {changed}, whose value would depend on the rank's "
+                "micro-batches. Use a layer without running statistics, such as GroupNorm, or call eval() on this one."
             )
     step.distribute()

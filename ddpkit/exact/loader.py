@@ -39,28 +39,29 @@ def make_micro_batch_loader(
     rank: int | None = None,
     **options: Any,
 ) -> Loader:
-    """Make a loader whose steps are cut into the same micro-batches on any number of ranks.
+    """Make a loader that splits each step into the same micro-batches on any number of ranks.
 
-    For `exact_gradients`. Each step of the loop yields a list of the micro-batches that are this rank's; ranks may have
-    different numbers of them, also none. Its attribute `global_batch_size` counts the samples of all ranks. Which
-    samples a micro-batch has, and its random numbers while it is loaded, follow from its place in the global order.
+    Use it with `exact_gradients`. Each iteration yields a list of this rank's micro-batches for one step; ranks may
+    have different numbers of them, or none. The list's `global_batch_size` counts the samples of all ranks. A
+    micro-batch's samples, and the random numbers used to load them, depend only on the seed, the epoch and the position
+    in the global order.
 
     Args:
         dataset: Anything with a length and `__getitem__`.
         global_batch_size: Samples per optimiser step, on all ranks together; at most 16,384 micro-batches.
-        micro_batch_size: Samples of one forward, which divide it. An epoch's last one may be smaller.
-        shuffle: Whether each epoch has an order of its own.
-        seed: Any integer, the same on every rank: for the order and for random numbers.
-        num_workers: Processes per rank that load; 0 loads in this one.
-        drop_last: Whether to leave out the incomplete last global batch.
-        collate_fn: Makes a micro-batch of a list of samples; torch's default by default.
+        micro_batch_size: Samples per forward; divides `global_batch_size`. An epoch's last micro-batch may be smaller.
+        shuffle: Whether to shuffle each epoch.
+        seed: Any integer, the same on every rank; seeds the order and the random numbers.
+        num_workers: Loading processes per rank; 0 loads in this process.
+        drop_last: Whether to drop the incomplete last global batch.
+        collate_fn: Turns a list of samples into a micro-batch; by default torch's.
         num_replicas: As for `make_loader`.
         rank: As for `make_loader`.
         **options: As for `make_loader`.
 
     Raises:
-        ValueError: If a number is out of range or does not divide, or `drop_last` would leave nothing.
-        TypeError: If the dataset has no length, or an option is for the loader to decide.
+        ValueError: If a number is out of range, the sizes do not divide, or `drop_last` leaves nothing.
+        TypeError: If the dataset has no length, or the loader sets the option itself.
 
     Example:
         >>> sizes = {"global_batch_size": 4, "micro_batch_size": 2}
@@ -108,9 +109,9 @@ class MicroBatchSampler(DistributedSampler):
         count, rest = divmod(global_batch_size, micro_batch_size)
         if rest or count > exact_sum.MOST:
             raise ValueError(
-                f"{_CALL} cuts a step into 1 to {exact_sum.MOST:,} equal micro-batches, but "
-                f"global_batch_size={global_batch_size} / micro_batch_size={micro_batch_size} is {count} and "
-                f"{rest} samples are left."
+                f"{_CALL} splits a step into 1 to {exact_sum.MOST:,} equal micro-batches, but "
+                f"global_batch_size={global_batch_size} / micro_batch_size={micro_batch_size} is {count}, "
+                f"remainder {rest}."
             )
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
@@ -135,9 +136,9 @@ class MicroBatchSampler(DistributedSampler):
         saved = state.get("kernels", here) if isinstance(state, Mapping) else here
         if saved != here:
             raise ValueError(
-                f"Cannot resume with the same bits: the kernels were those of {saved} when the state was saved, and "
-                f"are those of {here} now. Resume on the same kind of machine with as many threads "
-                '(ddpkit.setup(num_threads=...)), or remove "kernels" from the state and go on with other bits.'
+                f"Cannot resume with the same bits: the state was saved with {saved}, but this process has {here}. "
+                "Resume on the same kind of machine with the same number of threads "
+                '(ddpkit.setup(num_threads=...)), or remove "kernels" from the state and continue with other bits.'
             )
         super().load_state_dict(state)
 

@@ -99,7 +99,7 @@ def interrupt(failure: Failure) -> bool:
 
 
 def get_device() -> torch.device:
-    """Return this rank's device: the one that `setup()` bound, or before it the one that it would bind.
+    """Return the device that `setup()` bound to this rank; before `setup()`, the one that it would bind.
 
     Raises:
         NotSetUpError: If there are several accelerators and the launcher does not set the local rank; `setup()` gets it
@@ -156,7 +156,7 @@ def peer_errors() -> Iterator[None]:
     `PeerError`. All other errors are unchanged, and on one process nothing happens.
 
     Raises:
-        PeerError: If another rank failed, left or did not come; at the start of the block, too, if that is known.
+        PeerError: If another rank failed, left or did not arrive; at the start of the block, if that is known already.
         MismatchError: If the ranks were in different collectives.
 
     Example:

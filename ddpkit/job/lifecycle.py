@@ -56,22 +56,22 @@ def setup(
     watch: bool = True,
     launch: Launch | None = None,
 ) -> Context:
-    """Join the job in the environment, bind this rank's device and create the process group. Collective.
+    """Join the job that the environment describes, bind this rank's device and create the process group. Collective.
 
     On one process it only chooses the device. A second call returns the same result. If a process group already exists,
-    `setup` adopts it, and `teardown()` leaves it alone.
+    `setup` adopts it, and `teardown()` does not destroy it.
 
     Args:
         backend: Backend of the process group, as torch names it; by default chosen for the device: "gloo" on CPUs, for
             example "cpu:gloo,cuda:nccl" on GPUs.
         device: This rank's device. By default the accelerator whose index is the local rank, the only visible one, or
-            the CPU if there is none. Ranks may share an accelerator only if it is passed here. A function is called
-            with the local rank, which some platforms reveal only after the ranks have met. torch's default device
+            the CPU without accelerators. Ranks share an accelerator only if you pass it. A function is called with the
+            local rank; if the launcher does not set that, after joining. torch's default device
             (`torch.set_default_device`) is neither used nor changed.
-        timeout: Longest wait for joining and for each later wait, and the group's time-out for collectives.
-        num_threads: Threads of each rank's CPU operators. By default the launcher's choice (`OMP_NUM_THREADS`), else
-            the cores available to this rank divided among the ranks that share them.
-        watch: Whether a thread reports failures on other ranks while this one computes or waits in a collective.
+        timeout: Time-out of joining, of each later wait, and of the group's collectives.
+        num_threads: CPU threads per rank. By default the launcher's choice (`OMP_NUM_THREADS`), else the cores
+            available to this rank divided among the ranks that share them.
+        watch: Whether to start the watch: a thread that reports other ranks' failures while this one computes or waits.
         launch: This process's place in the job, if the environment does not define it: `Launch("platform", rank,
             world_size, master_addr=..., master_port=...)`.
 
@@ -79,8 +79,8 @@ def setup(
         This process's place in the job.
 
     Raises:
-        LaunchError: If the environment is incomplete or contradictory, the launch is nested, or the ranks do not fit
-            together; on every rank that can be reached.
+        LaunchError: If the environment is incomplete or contradictory, launchers are nested, or the ranks disagree or
+            do not all join; on every reachable rank.
         TypeError: If an argument is of a wrong type.
         ValueError: If an argument is invalid.
 
@@ -141,7 +141,7 @@ def _check_place(said: Launch | None, found: Launch) -> None:
     """Raise for a place that is not that of the joined job, or of the existing group."""
     if said is not None and (said.rank, said.world_size) != (found.rank, found.world_size):
         raise ValueError(
-            f"This process is rank {found.rank} of {found.world_size} already, but setup() was passed rank {said.rank} "
+            f"This process is already rank {found.rank} of {found.world_size}, but setup() was passed rank {said.rank} "
             f"of {said.world_size}."
         )
 
@@ -253,16 +253,16 @@ def _install_hooks(job: Job) -> None:
 
 
 def teardown() -> None:
-    """Leave the job and destroy the group that `setup()` created; does nothing without one. Runs at exit by itself.
+    """Leave the job, if any, and destroy the group that `setup()` created. Runs automatically at exit.
 
-    It waits for no other rank, except that the rank that hosts the store waits up to 2 s for ranks that are leaving.
-    After a failure, or if the store does not answer, it may take a few seconds.
+    It does not wait for other ranks, except that the store's host waits up to 2 s for ranks that are leaving. After a
+    failure, or if the store does not answer, it may take a few seconds.
 
     In an `except` or `finally` block it reports the exception to all ranks at once, like an exception that leaves the
     block of `distributed()`. A `KeyboardInterrupt` and an exit with code 0 are not failures.
 
     Raises:
-        PeerError: After leaving, if a collective was refused in a second thread, and the error ended only that thread.
+        PeerError: After leaving, if a second thread called a collective, and the `DdpkitError` ended only that thread.
 
     Example:
         >>> context = setup()
@@ -380,8 +380,8 @@ def distributed(
     """Run a block between `setup()` and `teardown()`; takes the arguments of `setup()`. Collective.
 
     The end of the block waits for checkpoints of `save(wait=False)`, and raises their errors on every rank. If the
-    block raises, it first tells the other ranks, fills torchrun's error file, and does not wait for the group. If it
-    raises because a peer failed, a `PeerError` that names the peer replaces the connection error.
+    block raises, `distributed` reports the exception to the other ranks and in torchrun's error file, and does not
+    wait. If a failed peer broke a collective in it, a `PeerError` that names the peer replaces the connection error.
 
     Example:
         >>> with distributed() as context:
@@ -422,8 +422,8 @@ def joined() -> bool:
     """
     if _apart:
         raise DdpkitError(
-            f"No values can be exchanged with other ranks inside a block of {_apart}: a rank that raises there would "
-            "keep the others waiting. Call it before or after the block."
+            f"Collectives cannot run inside a block of {_apart}: the others would wait for a rank that raises there. "
+            "Call them before or after the block."
         )
     job = current_job.job
     if job is None or not job.is_current():
@@ -456,8 +456,8 @@ def _check_thread(job: Job, thread: threading.Thread) -> None:
     if in_autograd_thread():
         return
     error = DdpkitError(
-        f"Thread {thread.name!r} calls a collective, but thread {first.name!r} calls those of this job; with two, "
-        "collectives would meet in arbitrary order. Call all in one thread, including wrap_model() and the first one."
+        f"Thread {thread.name!r} calls a collective, but thread {first.name!r} called one before; from two threads, "
+        "their order may differ between ranks. Call all collectives, including wrap_model(), in one thread."
     )
     failure = session.failure_of(error)
     current_job.interrupt(failure)
@@ -486,15 +486,15 @@ def _join_group() -> Job | None:
         size = former.context.world_size
         raise NotSetUpError(
             f"The process group of this job, of {size} ranks, was destroyed or replaced. Call ddpkit.teardown() at the "
-            "end of the job, instead of dist.destroy_process_group(); to continue, call ddpkit.setup() again, on every "
-            "rank of the new group, or on all."
+            "end of the job, instead of dist.destroy_process_group(); to continue, call ddpkit.setup() again on all "
+            "ranks, or on all of the new group."
         )
     if _parting is not None and _parting.is_current():
         raise NotSetUpError("This process is leaving its job in another thread, so it can call no more collectives.")
     if dist.is_initialized():
         job = _begin(Options(watch=False))
         if ranks.is_main_process():
-            advice = "call ddpkit.setup() on every rank, and failures are reported to the other ranks at once"
+            advice = "to report failures to other ranks at once, call ddpkit.setup() on every rank"
             log.info("adopted an existing process group, without a watch: %s", advice)
         return job
     world_size = ranks.get_world_size()

@@ -135,7 +135,8 @@ def _absent(error: BaseException, late: BarrierTimeoutError, me: int) -> PeerErr
         return None
     here = ", ".join(f"{rank}" for rank, _ in late.arrived)
     words = (
-        f"it did not come to where rank {here} left a broken collective ({error}). Is it stopped, stuck or elsewhere?"
+        f"it did not arrive at the collective that broke on rank {here} ({error}). Is it stopped, stuck or in other "
+        "code?"
     )
     return PeerError(rank, host, "silent", words)
 

@@ -171,8 +171,8 @@ def _tell_watch(members: Members, failure: Failure) -> None:
 
 
 _AGREED = {  # fields that must be equal on all ranks, each with its name for the user and advice
-    "world_size": ("WORLD_SIZE", "start all ranks with one value"),
-    "watch": ("watch", "pass one to setup()"),
+    "world_size": ("WORLD_SIZE", "start all ranks with the same value"),
+    "watch": ("watch", "pass the same to setup()"),
     "run_id": ("run", "two jobs meet at one MASTER_ADDR:MASTER_PORT, give each its own MASTER_PORT"),
 }
 _STORE_GRACE = 5.0  # seconds beyond the time-out for the store to answer
@@ -192,7 +192,7 @@ class StartedByRank(LaunchError):
         names = ", ".join(name for name, sign, _ in evidence if sign)
         super().__init__(
             f"Rank {starter.rank} of a running job, {starter}, started this process, which has inherited its "
-            f"environment and is not a rank. The job continues without it. To run it alone, start it without {names}."
+            f"environment but is not a rank. The job continues without it. To run it alone, start it without {names}."
         )
 
 

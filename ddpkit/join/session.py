@@ -155,7 +155,8 @@ class Session:
         host = self.hosts[first]
 
         def late() -> DdpkitError:
-            return BarrierTimeoutError(f"{name}: rank {first} ({host}) came, but gave no answer.", [(first, host)], [])
+            words = f"{name}: rank {first} ({host}) arrived, but did not answer."
+            return BarrierTimeoutError(words, [(first, host)], [])
 
         with self.bounded(timeout):
             self.store.set(mine, printable(text))
@@ -243,7 +244,7 @@ class Session:
             with self._deadline(timeout):
                 yield
         except (dist.DistNetworkError, dist.DistStoreError) as error:
-            words = f"the connection to the store that it hosts, or its agent, broke: {error}"
+            words = f"the connection to the store, which it or torchrun hosts, broke: {error}"
             host = self.store_host
             raise self.find_cause(host) or PeerError(host, self.hosts[host], "lost", words) from error
 
@@ -344,7 +345,7 @@ class StoreBarrier:
         try:
             self._session.until(self._is_complete, self._timeout, self._give_up)
         except BarrierTimeoutError:
-            self._store.set(self._note, f"has given up {self.name}")
+            self._store.set(self._note, f"timed out in {self.name}")
             raise
         if self._note_at == math.inf:
             self._store.delete_key(self._note)
@@ -430,7 +431,7 @@ class StoreBarrier:
         for rank, note in elsewhere.items():
             text += f" Rank {rank} {note}."
         if me in why["missing"]:
-            text += f" This is rank {me}, which came too late."
+            text += f" This is rank {me}, which arrived too late."
         return BarrierTimeoutError(text, missing, arrived, elsewhere)
 
 

@@ -31,7 +31,7 @@ def detect_launch(env: Mapping[str, str] | None = None) -> Launch:
         env: The variables; by default this process's. An empty one counts as missing.
 
     Returns:
-        The launch; of kind "single", rank 0 of 1, without signs of a launcher.
+        The launch; without a launcher, one of kind "single", rank 0 of 1.
 
     Raises:
         LaunchError: If the variables are incomplete or contradictory. The message names everything that is missing or
@@ -121,7 +121,7 @@ def _refuse_copies(reading: Reading) -> None:
         reading.evidence.append(f"{sign}={reading.env[sign]}")
         reading.wrong.append(
             f"{reading.said('world_size')} contradicts {sign}={reading.env[sign]}: each of several processes would run "
-            f"alone (if this is meant, unset {sign})"
+            f"alone (to allow this, unset {sign})"
         )
 
 

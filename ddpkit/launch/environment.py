@@ -32,7 +32,7 @@ _PLATFORMS = {  # by the variable with the number of nodes, or their list
 }
 START_ON_NODES = (
     "Start torchrun on each node: torchrun --nnodes=<their number> --node-rank=<number of this one, from 0> "
-    "--master-addr=<address of node 0> --nproc-per-node=gpu train.py, where PET_NNODES is set torchrun train.py"
+    "--master-addr=<address of node 0> --nproc-per-node=gpu train.py; if PET_NNODES is set, torchrun train.py"
 )
 
 

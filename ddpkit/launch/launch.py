@@ -10,7 +10,7 @@ FORGOTTEN = "warning: "  # start of a line of evidence to show to the user
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's place in a job, as far as its environment defines it; None where it does not.
+    """This process's place in a job; None in fields that its environment does not define.
 
     Attributes:
         kind: "single", "torchrun", "platform" (RANK etc., set by a cloud platform or by hand), "slurm",
@@ -74,7 +74,7 @@ class Launcher(NamedTuple):
     needs: dict[str, str]
     takes: dict[str, str]
     start: str = (
-        "Start every process with torchrun, srun or mpirun, or set in each what they would set (RANK and WORLD_SIZE "
+        "Start every process with torchrun, srun or mpirun, or set the same variables as they do (RANK and WORLD_SIZE "
         "count processes, not nodes)"
     )
 

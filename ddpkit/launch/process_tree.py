@@ -184,7 +184,7 @@ def outer_launch(agent_env: Mapping[str, str], launch: Launch, env: Mapping[str,
         f"torchrun was started by rank {outer.rank} of {outer.world_size} of another launch "
         f"({', '.join(outer.evidence[:2])}), but its job has {count}: "
         "the outer ranks would run separate jobs. Start torchrun once per node with --nnodes, or remove one of the "
-        f"two launchers; if this is meant, unset {', '.join(unset)} in front of torchrun."
+        f"two launchers; to run separate jobs, unset {', '.join(unset)} in front of torchrun."
     )
 
 

@@ -28,8 +28,8 @@ def accumulate(model: nn.Module, step: int, every: int, last: bool = False) -> I
     """Wrap forward and backward of one micro-batch; only the step's last one synchronises gradients.
 
     Gradients of the micro-batches add up: divide each loss by `every`, or use `global_mean`. On a
-    plain model it only yields. With `static_graph` torch must synchronise a first backward, so the
-    first micro-batch of every step synchronises, too.
+    plain model it synchronises nothing. With `static_graph` torch requires that the first
+    micro-batch of every step synchronises, too.
 
     Args:
         model: The model that `wrap_model` returned, one with torch's `fully_shard` applied, or a
@@ -57,7 +57,7 @@ def accumulate(model: nn.Module, step: int, every: int, last: bool = False) -> I
     """
     check_module("accumulate()", model)
     if every < 1 or step < 0:
-        raise ValueError(f"every counts from 1 and step from 0, got every={every}, step={step}.")
+        raise ValueError(f"every must be at least 1 and step at least 0, got every={every}, step={step}.")
     if step % every == 0:
         check_tensors("accumulate()", without_dtensors(model.named_parameters()))
     complete = last or (step + 1) % every == 0
@@ -92,17 +92,17 @@ def global_mean(loss_sum: nn.Module, count: SupportsFloat) -> None: ...
 def global_mean(loss_sum: Any, count: Any) -> Any:
     """Scale a sum of losses, or its gradients, to the mean over all ranks' samples. Collective.
 
-    DDP and `average_gradients` average gradients over ranks, which is wrong if the ranks' numbers of
-    samples (or tokens) differ. Here each sample counts the same. On one process it divides by
-    `count`.
+    DDP and `average_gradients` average gradients over ranks, which is wrong if the ranks' numbers
+    of samples (or tokens) differ. Here each sample has the same weight. On one process it divides
+    by `count`.
 
     Args:
-        loss_sum: Loss summed over this rank's samples; without samples, that of an empty batch, which
-            is 0 and still has a graph for DDP to synchronise. Or the model, after `backward()` of such
-            sums: its gradients are scaled in place, which with accumulation needs no count in
-            advance.
-        count: Number of those samples, or their total weight; 0 is fine if some rank has samples.
-            With accumulation, of all micro-batches of the step.
+        loss_sum: Loss summed over this rank's samples; a rank without samples passes the loss of an
+            empty batch, which is 0 but has a graph for DDP to synchronise. Or the model, after
+            `backward()` of such sums: its gradients are scaled in place, so accumulation needs no
+            count in advance.
+        count: Number of those samples, or their total weight; may be 0 if another rank has samples.
+            With accumulation, count all micro-batches of the step.
 
     Returns:
         `loss_sum * world size / total count`. Its mean over ranks (`all_reduce_mean`) is the mean
@@ -117,7 +117,7 @@ def global_mean(loss_sum: Any, count: Any) -> Any:
         >>> global_mean(torch.tensor(6.0), 3)
         tensor(2.)
 
-        On two::
+        On two ranks::
 
             global_mean(torch.tensor(6.0), 3)    # rank 0, three samples: 6 * 2 / 4 = 3
             global_mean(torch.tensor(1.0), 1)    # rank 1, one: 1 * 2 / 4 = 0.5

@@ -74,7 +74,7 @@ def warmup_factor(step: int, steps: int, start: float = 0.0) -> float:
         [0.0, 0.25, 1.0, 1.0]
     """
     if step < 0 or steps < 0:
-        raise ValueError(f"step and steps count from 0, got step={step}, steps={steps}.")
+        raise ValueError(f"step and steps must be at least 0, got step={step}, steps={steps}.")
     if step >= steps:
         return 1.0
     return start + (1.0 - start) * step / steps
@@ -83,10 +83,11 @@ def warmup_factor(step: int, steps: int, start: float = 0.0) -> float:
 def rule_for(optimizer: Any) -> Rule:
     """Return the learning-rate rule for an optimizer.
 
-    Linear for SGD and LARS; sqrt for Adam, RMSprop, Adagrad, LAMB and their variants. SGD's update is
-    proportional to the gradient, so k small steps are about one k times as long on the k times larger
-    batch (Goyal et al. 2017). Adam divides by the gradient's size, which for small batches is mostly
-    noise, and noise shrinks with the root of the batch (Malladi et al. 2022; You et al. 2019).
+    Linear for SGD and LARS; sqrt for Adam, RMSprop, Adagrad, LAMB and their variants. SGD's update
+    is proportional to the gradient, so k steps on small batches are about one step, k times as
+    long, on a batch k times as large (Goyal et al. 2017). Adam divides by the gradient's size,
+    which for small batches is mostly noise, and noise shrinks with the root of the batch (Malladi
+    et al. 2022; You et al. 2019).
 
     Args:
         optimizer: An optimizer or its class, recognised by the names of its class and base classes.

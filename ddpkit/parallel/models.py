@@ -128,10 +128,10 @@ def check_tensors(call: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         raise TypeError(problem)
     for name, tensor in tensors:
         if is_lazy(tensor):
-            remedy = "call the model once before"
+            remedy = "call the model once first"
             raise ValueError(f"{call} needs initialised tensors, but {name} is lazy: {remedy}.")
         if tensor.is_meta:
-            remedy = "call to_empty(device=ddpkit.get_device()) and initialise the model before"
+            remedy = "call to_empty(device=ddpkit.get_device()) and initialise the model first"
             raise ValueError(f"{call} needs values, but {name} is on the meta device: {remedy}.")
 
 

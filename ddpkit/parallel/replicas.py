@@ -47,23 +47,24 @@ def check_replicas(
 ) -> None:
     """Raise on every rank unless models and optimizers are equal on all, bit by bit. Collective.
 
-    It computes a checksum of every parameter (and whether it is frozen), buffer, optimizer state and
-    hyper-parameter (bit patterns, in order), records which modules train and which evaluate, and
-    exchanges one digest; only if those differ, the checksums. It takes about 0.5 s per GB on one core
-    and 8 ms on a GPU (H200): call it after loading, before saving, or periodically.
+    It computes a checksum of every parameter, buffer, optimizer state and hyper-parameter (bit
+    patterns, in order), includes which parameters are frozen and which modules are in training
+    mode, and exchanges one digest; if the digests differ, it exchanges the checksums. It takes
+    about 0.5 s per GB on one core and 8 ms on a GPU (H200): call it after loading, before saving,
+    or periodically.
 
-    The data-parallel ranks compare (`set_data_parallel`). A DTensor (`fully_shard`, tensor
+    It compares the data-parallel ranks (`set_data_parallel`). A DTensor (`fully_shard`, tensor
     parallelism) is compared along the mesh dimensions in which it is replicated: each rank's part
     with the same part on other ranks.
 
-    With DDP, BatchNorm statistics differ between a training forward and the next one, which first
+    With DDP, BatchNorm statistics differ between ranks after a training forward, until the next one
     broadcasts rank 0's (see `broadcast_buffers`); each rank would evaluate with its own.
     `sync_buffers` makes them equal.
 
     Args:
         model: A model, wrapped or not, or a list of them, whose names then start with the index.
-            Target networks and averages, which DDP does not synchronise, are worth a check.
-        optimizer: Its optimizer, or a list of optimizers, of any of these models.
+            Check target networks and weight averages, too: DDP does not synchronise them.
+        optimizer: The optimizer, or a list of optimizers, of these models.
 
     Raises:
         ReplicaMismatchError: If they differ; it names what differs, and the ranks.
@@ -209,8 +210,8 @@ def sync_buffers(model: nn.Module, how: Literal["mean", "broadcast"] = "mean") -
     """Make a model's buffers, such as BatchNorm statistics, equal on all ranks. Collective.
 
     DDP keeps parameters equal, but not buffers: each rank's BatchNorm follows its own batches, so
-    ranks evaluate, and rank 0 saves, different models. Call this after the last training step before
-    either. Buffers change in place; equal ones stay the same to the last bit.
+    ranks evaluate, and rank 0 saves, different models. Call this after the last training step,
+    before you evaluate or save. Buffers change in place; equal ones stay the same to the last bit.
 
     Args:
         model: A model, wrapped, compiled or not; the same on every rank.

@@ -87,24 +87,24 @@ def wrap_model(
             `find_unused_parameters`. Not for models used with `torch.autograd.grad`, as in a gradient
             penalty: DDP would average nothing.
         sync_batchnorm: Compute batch statistics over all ranks' samples; accelerators only.
-        broadcast_buffers: Broadcast rank 0's buffers (BatchNorm statistics) before every forward; if
-            False, each rank keeps its own after the first. `forward_sync_buffers`, the name in newer
-            versions of torch, works as well.
+        broadcast_buffers: Broadcast rank 0's buffers (BatchNorm statistics) before every forward;
+            if False, only when wrapping. `forward_sync_buffers`, the name in newer versions of
+            torch, works as well.
         **options: Further options of torch's `DistributedDataParallel`, such as `bucket_cap_mb` or
             `gradient_as_bucket_view`; equal on every rank.
 
     Returns:
         The wrapped model, or `model` itself; `unwrap_model` returns `model`. On several ranks its
-        forward raises `DdpkitError` once a parameter that is frozen now needs a gradient, because
-        nothing would average it. So does a second backward after one forward, except under
-        `torch.compile`.
+        forward raises `DdpkitError` if a parameter that was frozen in `wrap_model` requires a
+        gradient, because DDP would not average it. A second backward after one forward raises it,
+        too, except under `torch.compile`.
 
     Raises:
         MismatchError: On every rank, if names, shapes or dtypes of the model's tensors, or the
             options, differ between ranks; on the other ranks, if one raises an error below.
         DdpkitError: If the job cannot provide what `strategy` requires.
         TypeError: If the model is not a module, or is sharded (FSDP, `fully_shard`, tensor
-            parallelism); if DDP has no such option, or `wrap_model` sets it; on any number of ranks.
+            parallelism); if DDP has no such option, or `wrap_model` sets it; on one process, too.
         ValueError: If the model is already wrapped, or has lazy tensors that are not initialised yet
             or tensors on the meta device; if `strategy` is unknown, or `sync_batchnorm` is True on
             CPUs.
@@ -274,10 +274,10 @@ class _Backwards:
 def clean_state_dict(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
     """Rename the keys of a wrapped or compiled model's state dict to those of the model itself.
 
-    Use it for files from elsewhere; for a model in memory use `unwrap_model(model).state_dict()`. It
-    removes `module.` and `_orig_mod.` anywhere in a key if everything at that level lies under them,
-    as with wrappers; this includes a genuine only child named `module`. One with a sibling keeps its
-    name. torch's version metadata is kept.
+    Use it for files from elsewhere; for a model in memory use `unwrap_model(model).state_dict()`.
+    It removes `module.` and `_orig_mod.` at each level where all keys share them, as under
+    wrappers. A real submodule named `module` loses its name, too, unless it has siblings. torch's
+    version metadata is kept.
 
     Args:
         state_dict: A complete state dict; it is not modified.

@@ -176,7 +176,7 @@ class Rendezvous:
         """Create it for a process that takes the place of a lost member."""
         host = next((reachable(*address) for address in membership.addresses if is_listening(*address)), "")
         if not host:
-            raise LaunchError(f"{membership} None of these can be reached now.")
+            raise LaunchError(f"{membership} None of its ranks can be reached now.")
         rendezvous = cls(member, membership.size, host, patience, secret)
         rendezvous.addresses |= dict(zip(membership.members, membership.addresses, strict=True))
         return rendezvous
@@ -360,7 +360,7 @@ class Rendezvous:
             if candidate.member == member and answer not in self._answered:  # else a replay
                 return candidate, answer
         except LaunchError:
-            log.warning("a process that does not know the secret of this job asks to continue in it as rank %d", member)
+            log.warning("a process without this job's secret asks to join as rank %d", member)
         self._store.delete_key(key)
         return None
 

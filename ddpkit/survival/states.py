@@ -168,7 +168,7 @@ def share_data(mine: Any, src: int) -> Any:
     stand_ins = list(find_stand_ins("states", given).values())
     size = sum(tensor.nbytes for tensor in stand_ins)
     if size > most:
-        raise LaunchError(f"Rank {src} sends states of {size} bytes, but at most {most} are expected: not of this job.")
+        raise LaunchError(f"Rank {src} sends states of {size} bytes, but this job's have at most {most}.")
     for tensor, is_on_cpu in zip(stand_ins, on_cpu, strict=True):
         device = torch.device("cpu") if is_on_cpu else current_job.get_device()
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)

@@ -77,17 +77,17 @@ def survive(
                         optimizer.step()
                         attempt.commit()
 
-    Create everything that depends on the number of ranks (loaders, wrapped models, scale plans) inside the block.
-    A process started in place of a lost rank, in the same environment, joins if `DDPKIT_SECRET` is that of the job; all
-    ranks then start the next attempt. From the beginning of `optimizer.step()` until `commit()` the loss of a rank does
-    not interrupt; do not communicate in between.
+    Create everything that depends on the number of ranks (loaders, wrapped models, scale plans) inside the block. A
+    process that you start in place of a lost rank, in the same environment, joins if it has the job's `DDPKIT_SECRET`;
+    all ranks then start the next attempt. Between the start of `optimizer.step()` and `commit()` the loss of a rank
+    interrupts nothing; do not communicate there.
 
     Args:
         *states: Everything that a step changes: the unwrapped model, its optimizer (one of torch's, or an object that
             holds one as `.optimizer`), a scheduler, a scaler, an average; anything with `state_dict` and
             `load_state_dict`. They are equal on all ranks.
         min_ranks: Smallest number of ranks; with fewer the job ends.
-        patience: How long to wait for a rank that may be alive when the others have noticed a loss.
+        patience: How long the others wait, after a loss, for a rank that may be alive.
         backend: As for `setup()`.
         device: As for `setup()`.
         timeout: As for `setup()`.
@@ -97,7 +97,7 @@ def survive(
         Attempts, until one completes.
 
     Raises:
-        CheckpointError: If a state holds more than numbers, strings, tensors, and dicts, lists and tuples of them.
+        CheckpointError: If a state holds anything but numbers, strings, tensors, and dicts, lists and tuples of them.
         DdpkitError: If an attempt is not entered by `with`, or a process group already exists.
         LaunchError: If the remaining ranks cannot continue: they are too few, may be the smaller part of a network
             partition, or were all in the middle of a step; or if `DDPKIT_SECRET` is not that of the job.
@@ -177,13 +177,13 @@ class Attempt:
             loader: A loader from `make_loader` over a dataset. Several are identified by the order of the calls.
 
         Raises:
-            TypeError: If it cannot resume.
+            TypeError: If the loader cannot resume.
         """
         self._survivors.kept.add_loader(loader)
         return loader
 
     def commit(self) -> None:
-        """Mark a step as complete: after the optimizer and everything else have stepped, on every rank."""
+        """Mark a step as complete, on every rank, after the optimizer and all other states have changed."""
         self._survivors.commit()
 
     @undisturbed
@@ -290,8 +290,8 @@ class _Survivors:
         self._secret = _given_secret()
         if not membership.is_of_job(self._secret):
             raise LaunchError(
-                f"{membership} It admits only processes that know its {_SECRET}: start all ranks, and those that take "
-                "the place of lost ones, with this environment variable set to the same long random text."
+                f"{membership} It admits only processes with its {_SECRET}: start all ranks, and their replacements, "
+                "with this environment variable set to the same long random text."
             )
         if launch.rank not in membership.open_ranks:  # the others have not noticed yet that it has ended
             time.sleep(_NOTICING)
@@ -306,7 +306,7 @@ class _Survivors:
         if found is None:
             self._close_rendezvous()
             if not is_listening(*membership.master_address):
-                raise LaunchError(f"{membership} But they have ended, or cannot be reached.")
+                raise LaunchError(f"{membership} But its ranks have ended, or cannot be reached.")
             return False
         quorum, store = found
         self._members = quorum.members
@@ -392,7 +392,7 @@ class _Survivors:
                 return ""
             with suppress(RuntimeError, TimeoutError):  # the leader has ended, or is stopped
                 if call_with_timeout(lambda: store.check([_GIVEN_UP]), _ANSWERING):
-                    return "another has given up"
+                    return "another rank has given up"
             found = ", ".join(f"member {member} has ended" for member in needed if rendezvous.has_ended(member))
             # asking takes time in which all may have joined; from then on the watch reports ended members
             return found if is_joining else ""
@@ -480,7 +480,7 @@ def agree_on_secret() -> bytes:
     others, drawn = broadcast((given, os.urandom(32)), src=0)
     with raise_everywhere(call):
         if given != others:
-            raise LaunchError(f"{_SECRET} differs between this rank and rank 0. Start all ranks with one, or without.")
+            raise LaunchError(f"{_SECRET} differs between this rank and rank 0. Start all with one, or all without.")
     check_fingerprint(fingerprint_of(call))
     return bytes(given or drawn)
 

@@ -35,7 +35,7 @@ def on_ranks(
         *args: Passed to every rank as copies.
         timeout: Time-out of the call, in seconds; that of the process group is at least
             `ranks_timeout`.
-        join: Whether the ranks have called `setup()`; otherwise they have the environment of a launch.
+        join: Whether the ranks have called `setup()`; otherwise they only have a launcher's environment variables.
         fresh: Whether to start new processes instead of using warm ones.
 
     Returns:

@@ -93,7 +93,7 @@ def _outcome(answer: Answer) -> tuple[BaseException | None, Any]:
         return PeerError(answer.rank, host, "lost", answer.problem), None
     if isinstance(done.value, str):
         rank = answer.rank if done.heard_of is None else done.heard_of
-        return PeerError(rank, host, "lost", "could not begin", done.value), None
+        return PeerError(rank, host, "lost", "could not start", done.value), None
     return open_reply(answer.rank, done.value)
 
 

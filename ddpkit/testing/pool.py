@@ -215,7 +215,7 @@ class _Pool:
             if any(rank.answer.is_known and rank.answer.failed for rank in ready):
                 deadline = min(deadline, time.monotonic() + _AFTER_FAILURE)
             if not ready and time.monotonic() >= deadline:
-                problem = f"did not begin within {_STARTING:g} s"
+                problem = f"did not start within {_STARTING:g} s"
                 if began:
                     problem = f"did not finish within {timeout:g} s"
                 for rank in waiting:

@@ -116,9 +116,9 @@ class MainThread:
     def reason(self) -> str:
         """Explain why nothing could be raised in the main thread."""
         if self._caller is not self._thread:
-            return "did not call setup(), so nothing can be raised in it"
+            return "did not call setup(), so no error can be raised in it"
         if self._signal is None:
-            return "has its own handlers for all signals, so nothing can be raised in it"
+            return "has its own handlers for all signals, so no error can be raised in it"
         if not self._is_mine():
             handler = signal.getsignal(self._signal)
             return f"cannot be interrupted, because the script has set a handler for signal {self._signal}: {handler}"

@@ -235,7 +235,7 @@ def fold(activities: Iterable[Activity], world_size: int, processes: Mapping[int
         lines.append(f"{_name(unanswered)}: {words}")
         lines += [f"    rank {rank}: {processes[rank]}" for rank in unanswered if processes]
     if unreached:
-        lines.append(f"{_name(unreached)}: not reached, because ranks between do not answer")
+        lines.append(f"{_name(unreached)}: not reached: ranks on the way from rank 0 do not answer")
     return lines
 
 

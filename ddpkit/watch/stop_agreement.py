@@ -40,7 +40,7 @@ class StopRequest:
         """Describe the consequence."""
         text = f"{self}: all ranks stop after the next step or two"
         if self.signal == signal.SIGINT:
-            text += "; Ctrl-C again ends at once, and saves nothing"
+            text += "; another Ctrl-C ends this process at once, without saving"
         return text
 
 

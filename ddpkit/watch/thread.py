@@ -415,7 +415,7 @@ class WatchThread(threading.Thread):
         if deadline is None or self._failures.known is not None:
             return
         if time.monotonic() > max([deadline, *self._failures.exiting.values()]) + GRACE:
-            words = "the store that it hosts, or its agent, does not answer: is the process stopped?"
+            words = "the store, which it or torchrun hosts, does not answer: is the process stopped?"
             self._on_failure(self._failure_of(self._session.store_host, "silent", words))
 
     def _delay(self, failure: Failure) -> float:

@@ -421,7 +421,7 @@ def test_a_file_that_tells_of_pieces_wrongly_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has 2 dimensions, but its pieces have another number"):
         Checkpointer(tmp_path).load(path)
     shutil.copy(path, tmp_path / "step-000000007.pt")
-    with pytest.raises(CheckpointError, match="the folder of its pieces has no name"):
+    with pytest.raises(CheckpointError, match="its folder of pieces does not have a name"):
         Checkpointer(tmp_path).load(tmp_path / "step-000000007.pt")
 
 

@@ -178,7 +178,7 @@ def test_what_is_lazy_is_named(tmp_path: Path, nprocs: int) -> None:
     for found in on_ranks(save_what_is_lazy, nprocs, str(tmp_path)):
         names = ("state.net.weight", "per_rank.net['0.weight']", "state.found[0]")
         for name, text in zip(names, found, strict=True):
-            assert f"Cannot save {name}: it is lazy" in text and "Call the model once before." in text
+            assert f"Cannot save {name}: it is lazy" in text and "Call the model once first." in text
 
 
 NUMPY_SCALARS = {

@@ -387,7 +387,7 @@ TABLE_ERRORS = {
     "None": r"found NoneType at values\['a'\]\.",
     "no first dimension": r"found a tensor without dimensions at values\.",
     "array scalar": r"found float32 at values\['a'\]\.",
-    "tuple": r"array or list, or such columns in a dict.*found tuple at values\.",
+    "tuple": r"array or list, or several such columns in a dict.*found tuple at values\.",
     "range": r"found range at values",
     "masked": r"found MaskedArray",
     "sparse": r"found a sparse_coo tensor",

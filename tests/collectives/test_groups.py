@@ -56,7 +56,7 @@ def test_a_barrier_of_some_ranks_waits_for_these_only() -> None:
     for text in (first[0], third[0]):
         assert "BarrierTimeoutError: barrier 'in vain' of ranks 0, 2: 1 of 2 ranks did not arrive within 1 s" in text
         assert "rank 1" not in text
-    assert "This is rank 2, which came too late" in third[0]
+    assert "This is rank 2, which arrived too late" in third[0]
 
 
 def meet_in_a_mesh() -> list[Any]:

@@ -77,7 +77,7 @@ def test_a_barrier_names_the_missing_on_every_rank_also_on_the_late_ones() -> No
         assert [rank for rank, _ in error.missing] == [0, 2]
         assert [rank for rank, _ in error.arrived] == [1, 3]
         assert "barrier 'epoch end': 2 of 4 ranks" in str(error)
-        assert ("came too late" in str(error)) is (rank in (0, 2))
+        assert ("arrived too late" in str(error)) is (rank in (0, 2))
         assert "within 1 s" in str(error) and seconds < SOON
         assert rank != 1 or seconds > 0.9
 
@@ -129,9 +129,9 @@ def wait_elsewhere() -> Any:
 def test_a_rank_that_waits_elsewhere_is_named_with_its_place() -> None:
     (zero, _), (one, _) = on_ranks(wait_elsewhere, 2)  # the quicker one may be in the last barrier by then
     assert "barrier 'other': 1 of 2 ranks" in zero
-    assert re.search("Rank 1 (waits in barrier( 'one')? instead|has given up barrier 'one')", zero)
+    assert re.search("Rank 1 (waits in barrier( 'one')? instead|timed out in barrier 'one')", zero)
     assert "barrier 'one': 1 of 2 ranks" in one
-    assert re.search("Rank 0 (waits in barrier( 'other')? instead|has given up barrier 'other')", one)
+    assert re.search("Rank 0 (waits in barrier( 'other')? instead|timed out in barrier 'other')", one)
 
 
 def wait_in_vain_and_then_compute() -> str:
@@ -150,7 +150,7 @@ def wait_in_vain_and_then_compute() -> str:
 def test_a_rank_that_has_given_up_waiting_is_not_said_to_wait() -> None:
     _, said = on_ranks(wait_in_vain_and_then_compute, 2)
     assert "barrier 'again': 1 of 2 ranks did not arrive" in said
-    assert "Rank 0 has given up barrier 'in vain'." in said and "instead" not in said
+    assert "Rank 0 timed out in barrier 'in vain'." in said and "instead" not in said
 
 
 def break_and_end() -> str:

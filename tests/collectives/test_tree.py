@@ -292,7 +292,7 @@ def test_dicts_with_attributes_for_keys_come_back_as_they_are() -> None:
     assert type(own) is SelfDict and own.loss == own["loss"] == 2.0
     output = doubled(Output(loss=1.0))
     assert type(output) is Output and dict(output) == {"loss": 2.0} and (output.loss, output.logits) == (2.0, None)
-    with pytest.raises(TypeError, match=r"A Strings is not made by Strings\(a dict\): pass dict\(it\)"):
+    with pytest.raises(TypeError, match=r"Cannot create a Strings from a dict: pass dict\(it\)"):
         doubled(Strings("train"))
 
 

@@ -382,7 +382,7 @@ def complex_parameter() -> nn.Module:
             lambda: nn.Linear(6, 1).requires_grad_(False),
             {},
             ValueError,
-            "needs modules with parameters that are trained",
+            "needs modules with trainable parameters",
         ),
         (lambda: nn.Sequential(nn.SyncBatchNorm(6)), {}, TypeError, "SyncBatchNorm exchanges statistics"),
         (lambda: nn.Linear(6, 1, device="meta"), {}, ValueError, "is on the meta device"),
@@ -406,15 +406,13 @@ def test_what_cannot_be_exact_is_refused(
 def test_other_batches_and_half_a_loop_are_refused(rank: int) -> None:
     net = nn.Linear(6, 1)
     plain = ddpkit.make_loader(torch.ones(8, 6), 2)
-    with pytest.raises(TypeError, match="takes what a loader of make_micro_batch_loader"):
+    with pytest.raises(TypeError, match="takes a batch of a loader from make_micro_batch_loader"):
         with exact_gradients(next(iter(plain)), net):
             pass
-    with pytest.raises(RuntimeError, match="ended before its loop had taken all micro-batches"):
+    with pytest.raises(RuntimeError, match="ended before it had looped over all micro-batches"):
         with exact_gradients(next(iter(make_loader())), net) as micro_batches:
             next(micro_batches)
-    with pytest.raises(
-        DdpkitError, match=r"No values can be exchanged with other ranks inside a block of exact_gradients\(\)"
-    ):
+    with pytest.raises(DdpkitError, match=r"Collectives cannot run inside a block of exact_gradients\(\)"):
         with exact_gradients(next(iter(make_loader())), net):
             ddpkit.all_reduce(1)
     assert net.weight.grad is None

@@ -175,7 +175,7 @@ def test_as_many_steps_in_a_row_as_are_allowed_are_skipped_and_one_more_is_an_er
         assert "samples" not in said[1]  # of earlier loaders
     if rank == last:
         assert [record.exc_info is not None for record in caplog.records].count(True) == 4
-    with pytest.raises(BadStepError, match="3 steps in a row were bad, and max_skips is 2") as caught:
+    with pytest.raises(BadStepError, match="3 steps in a row were bad, but max_skips is 2") as caught:
         with guard:
             if rank == last:
                 raise ValueError(f"bad on rank {rank}")
@@ -539,7 +539,7 @@ def test_nothing_is_exchanged_in_the_block(rank: int) -> None:
     with pytest.raises(DdpkitError, match="inside a block of StepGuard"):
         with guard:
             ddpkit.all_reduce_mean(1.0)
-    with pytest.raises(DdpkitError, match="Call it before or after the block"):
+    with pytest.raises(DdpkitError, match="Call them before or after the block"):
         with guard:
             ddpkit.barrier()
     assert ddpkit.all_reduce(1) == ddpkit.get_world_size()

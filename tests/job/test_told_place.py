@@ -33,7 +33,7 @@ def joined_twice(port: int, world_size: int) -> list[Any]:
         assert ddpkit.setup(launch=told, device=choose) == context and ddpkit.get_device() == torch.device("cpu")
         mean = ddpkit.all_reduce_mean(float(ddpkit.get_rank()))
         found.append((context.rank, context.world_size, context.launcher, mean, asked[0]))
-        with pytest.raises(ValueError, match=f"is rank {context.rank} of {world_size} already"):
+        with pytest.raises(ValueError, match=f"is already rank {context.rank} of {world_size}"):
             ddpkit.setup(launch=Launch("platform", 7, 8, master_addr="localhost", master_port=1))
         ddpkit.barrier()
         ddpkit.teardown()

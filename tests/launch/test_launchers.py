@@ -334,7 +334,7 @@ BROKEN: list[tuple[str, dict[str, str], list[str]]] = [
     ("PMIx' rank alone", {"PMIX_RANK": "0"}, [ALL_FOUR, "Found: PMIX_RANK=0"]),
     ("pods that torchrun should start", {"PET_NNODES": "2"},
      [ALL_FOUR, "Found: PET_NNODES=2", "Start torchrun on each node: torchrun ",
-      "where PET_NNODES is set torchrun train.py"]),
+      "if PET_NNODES is set, torchrun train.py"]),
     ("elastic pods", {"PET_NNODES": "1:4", "PET_NPROC_PER_NODE": "8"}, ["Found: PET_NNODES=1:4"]),
     ("hosts of SageMaker", {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-1"}, ["unset SM_HOSTS"]),
     ("nodes of AWS Batch", {"AWS_BATCH_JOB_NUM_NODES": "2", "AWS_BATCH_JOB_NODE_INDEX": "0"},

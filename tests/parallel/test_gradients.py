@@ -544,7 +544,7 @@ def test_what_cannot_be_averaged_is_refused_on_every_rank_before_anything_moves(
         assert all(same for _, same in found.values())
         texts = {name: text for name, (text, _) in found.items()}
         assert (
-            "dense gradients on their parameters' devices, but that of 0.weight is a sparse_coo tensor"
+            "dense gradients on their parameters' devices, but the gradient of 0.weight is a sparse_coo tensor"
             in texts["sparse"]
         )
         assert "but weight is lazy" in texts["lazy"]
@@ -555,7 +555,7 @@ def test_what_cannot_be_averaged_is_refused_on_every_rank_before_anything_moves(
             text = texts.get(f"{name} on rank 1", texts[name])
             assert text.startswith(kind if rank == 1 or text is texts["sparse"] else "MismatchError"), text
             assert rank == 1 or "rank 1" in text or f"{name} on rank 1" not in texts
-        assert "that of 0.weight" in texts["sparse, second"]
+        assert "gradient of 0.weight" in texts["sparse, second"]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

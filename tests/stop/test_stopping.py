@@ -439,7 +439,7 @@ def after_the_agreement() -> bool:
 @pytest.mark.parametrize("n, until", [(1, at_once), (2, at_once), (2, after_the_agreement)])
 def test_a_signal_after_the_last_step_is_not_passed_over_in_silence(n: int, until: Callable[[], bool]) -> None:
     said, *_ = testing.on_ranks(partial(ask_too_late, until), n, timeout=60, fresh=True)
-    assert f"rank 0 ({HOST}) got SIGTERM, but no step followed in the block of stopping()" in said
+    assert f"rank 0 ({HOST}) got SIGTERM, but now() was not called again in the block of stopping()" in said
 
 
 def be_interrupted() -> None:
@@ -494,7 +494,7 @@ def test_a_second_interrupt_ends_the_process_without_a_traceback(tmp_path: Path)
     assert sorted(said) == [
         f"all ranks stop after this step: rank 0 ({HOST}) got SIGINT",
         f"rank 0 ({HOST}) got SIGINT: all ranks stop after the next step or two; "
-        "Ctrl-C again ends at once, and saves nothing",
+        "another Ctrl-C ends this process at once, without saving",
         "ready",
         "stopped",
     ]

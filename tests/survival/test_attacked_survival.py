@@ -178,7 +178,7 @@ def test_states_larger_than_any_of_this_job_are_refused_before_they_are_there(ra
     if rank == 0:
         broadcast_bytes("survive()", to_bytes(described), 0)
     else:
-        with pytest.raises(ddpkit.LaunchError, match=f"{size} bytes, but at most"):
+        with pytest.raises(ddpkit.LaunchError, match=f"{size} bytes, but this job's have at most"):
             share_data([[{"weight": torch.zeros(1)}], []], 0)
 
 

@@ -263,7 +263,7 @@ def test_ranks_below_one_that_does_not_answer_are_not_called_silent(monkeypatch:
     first = Activity(0, "node", 100, "step", "train.py:8", 0.0, {}, ())
     assert fold([first], 4)[1:] == [
         "rank 1: no answer; it has left, is stopped, or is in a C call that holds the interpreter",
-        "ranks 2-3: not reached, because ranks between do not answer",
+        "ranks 2-3: not reached: ranks on the way from rank 0 do not answer",
     ]
 
 

@@ -438,7 +438,7 @@ def test_why_a_collective_broke_is_said_and_who_has_no_part_in_it_is_not_blamed(
     for silent in (time_out_in_groups, fail_alone_before):
         for end in ended[silent][::2]:
             assert end.code == 1 and "rank 1 (" in end.output and "does not answer" in end.output, end.output
-    assert "where rank 2 left a broken collective" in ended[time_out_in_groups][0].output
+    assert "at the collective that broke on rank 2" in ended[time_out_in_groups][0].output
     for end in ended[wait_for_one_of_some] + ended[wait_for_one_of_three]:
         assert end.code == 1 and "Timed out" in end.output and "does not answer" not in end.output, end.output
     assert ended[gather_late][0].code == 1 and "Timed out" in ended[gather_late][0].output
