@@ -26,17 +26,9 @@ START_LENGTH = 3
 BEAN = np.uint8(128)  # what a bean adds to a cell's number of segments
 NONE = np.uint8(255)  # no cell
 
-_row, _column = np.divmod(np.arange(CELLS), COLUMNS)
-# NEXT[cell, direction] is the cell one step on
-NEXT = np.stack(
-    [
-        (_row - 1) % ROWS * COLUMNS + _column,
-        (_row + 1) % ROWS * COLUMNS + _column,
-        _row * COLUMNS + (_column - 1) % COLUMNS,
-        _row * COLUMNS + (_column + 1) % COLUMNS,
-    ],
-    axis=1,
-).astype(np.uint8)
+_board = np.arange(CELLS, dtype=np.uint8).reshape(ROWS, COLUMNS)
+_beside = [np.roll(_board, shift, axis) for axis in (0, 1) for shift in (1, -1)]  # up, down, left, right
+NEXT = np.stack(_beside, axis=-1).reshape(CELLS, 4)  # NEXT[cell, direction] is the cell one step on
 OPPOSITE = np.array([DOWN, UP, RIGHT, LEFT], np.uint8)
 _SEARCH = np.array([RIGHT, DOWN, UP, LEFT], np.uint8)  # the order in which a respawn looks around
 
@@ -84,12 +76,9 @@ def _place(boards, b, s, head, neck, tail, heading):
     boards.heads[b, s] = 0
     boards.lengths[b, s] = START_LENGTH
     boards.headings[b, s] = heading
-    boards.bodies[b, s, 0] = head
-    boards.bodies[b, s, 1] = neck
-    boards.bodies[b, s, 2] = tail
-    boards.cells[b, head] += 1
-    boards.cells[b, neck] += 1
-    boards.cells[b, tail] += 1
+    for i, cell in enumerate((head, neck, tail)):
+        boards.bodies[b, s, i] = cell
+        boards.cells[b, cell] += 1
 
 
 @_inlined
@@ -103,22 +92,23 @@ def _refill_beans(boards, b):
                 boards.cells[b, cell] = BEAN
 
 
-@_inlined
-def _reset(boards, b):
-    """Start a new episode on a board."""
-    boards.cells[b] = 0
-    boards.beans[b] = NONE
-    boards.times[b] = 0
-    for s in range(SNAKES):
-        while True:  # redraw until nothing overlaps
-            tail = draw(boards, b, CELLS)
-            heading = draw(boards, b, 4)
-            neck = NEXT[tail, heading]
-            head = NEXT[neck, heading]
-            if boards.cells[b, tail] == 0 and boards.cells[b, neck] == 0 and boards.cells[b, head] == 0:
-                break
-        _place(boards, b, s, head, neck, tail, heading)
-    _refill_beans(boards, b)
+@njit(cache=True, nogil=True)
+def _reset(boards, which):
+    """Start a new episode on the boards of a mask."""
+    for b in np.flatnonzero(which):
+        boards.cells[b] = 0
+        boards.beans[b] = NONE
+        boards.times[b] = 0
+        for s in range(SNAKES):
+            while True:  # redraw until nothing overlaps
+                tail = np.uint8(draw(boards, b, CELLS))
+                heading = draw(boards, b, 4)
+                neck = NEXT[tail, heading]
+                head = NEXT[neck, heading]
+                if boards.cells[b, tail] == 0 and boards.cells[b, neck] == 0 and boards.cells[b, head] == 0:
+                    break
+            _place(boards, b, s, head, neck, tail, heading)
+        _refill_beans(boards, b)
 
 
 @_inlined
@@ -134,11 +124,9 @@ def _respawn(boards, b, s):
         while looked_at < known < START_LENGTH:  # breadth first
             for direction in _SEARCH:
                 cell = NEXT[found[looked_at], direction]
-                if boards.cells[b, cell] == 0 and cell != start:
+                if known < START_LENGTH and boards.cells[b, cell] == 0 and cell != start:
                     found[known] = cell
                     known += 1
-                    if known == START_LENGTH:
-                        break
             looked_at += 1
         if known == START_LENGTH:
             head, neck, tail = found[0], found[1], found[2]
@@ -189,9 +177,6 @@ def _move(boards, b, actions, rewards, died):
     Return False if the board is too full to go on.
     """
     cells = boards.cells
-    any_died = False
-    placed = True
-    total = 0
     for s in range(SNAKES):
         action = actions[b, s]
         back = OPPOSITE[boards.headings[b, s]]
@@ -218,24 +203,13 @@ def _move(boards, b, actions, rewards, died):
 
     for s in range(SNAKES):
         died[b, s] = cells[b, segment(boards, b, s, 0)] > 1  # a bean there is eaten by now
-        any_died |= died[b, s]
-    if any_died:
-        placed = _bury(boards, b, rewards, died)
-    for s in range(SNAKES):
-        total += boards.lengths[b, s]
+    placed = _bury(boards, b, rewards, died)
     boards.times[b] += 1
-    return placed and total + BEANS <= CELLS
+    return placed and boards.lengths[b].sum() <= CELLS - BEANS
 
 
 @njit(cache=True, nogil=True)
-def _reset_all(boards, which):
-    for b in range(len(which)):
-        if which[b]:
-            _reset(boards, b)
-
-
-@njit(cache=True, nogil=True)
-def _step_all(boards, actions, rewards, died, done, limit):
+def _step(boards, actions, rewards, died, done, limit):
     for b in range(len(done)):
         done[b] = not _move(boards, b, actions, rewards, died)
         if not done[b]:
@@ -286,7 +260,7 @@ class Game:
         """Start a new episode on the boards of a mask of shape (n,), on all without one."""
         if which is None:
             which = np.ones(len(self.done), np.bool_)
-        _reset_all(self.boards, which)
+        _reset(self.boards, which)
 
     def step(self, actions: np.ndarray) -> None:
         """Move all snakes by actions of shape (n, 6), uint8, 0 to 3, in which reversals become the directions taken.
@@ -300,7 +274,7 @@ class Game:
             raise ValueError(
                 f"actions must be uint8 of shape {self.died.shape}, not {actions.dtype} of shape {actions.shape}"
             )
-        _step_all(self.boards, actions, self.rewards, self.died, self.done, self.episode_length)
+        _step(self.boards, actions, self.rewards, self.died, self.done, self.episode_length)
 
     def scores(self) -> np.ndarray:
         """Add up the gains of each team, its length - 9: shape (n, 2)."""

@@ -213,23 +213,13 @@ def _is_open(boards, b, s, direction, busy):
 @njit(cache=True)
 def _claim(distances, goals):
     """Give each snake a bean of its own: of all pairs the nearest first. What cannot be reached is as good as any."""
-    goals[:] = -1
-    claimed = 0  # bit i: bean i
+    left = distances.copy()
     for _ in range(3):
-        snake = -1
-        bean = -1
-        nearest = 256
-        for k in range(3):
-            if goals[k] >= 0:
-                continue
-            for direction in range(4):
-                for i in range(BEANS):
-                    if distances[k, direction, i] < nearest and claimed >> i & 1 == 0:
-                        snake = k
-                        bean = i
-                        nearest = np.int64(distances[k, direction, i])
+        nearest = left.argmin()
+        snake, bean = nearest // (4 * BEANS), nearest % BEANS
         goals[snake] = bean
-        claimed |= 1 << bean
+        left[snake] = NEVER + 1
+        left[:, :, bean] = NEVER + 1
 
 
 @njit(cache=True)
