@@ -41,8 +41,9 @@ CHECKED = 100  # steps on each side for which a submission has to play as the mo
 
 
 def read_settings() -> argparse.Namespace:
-    parser = Parser("Writes a trained model as a submission for the competition platform.")
-    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    parser = Parser(
+        "Writes a trained model as a submission for the competition platform.", argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("model", help="path of an actor_*.pth, a run's folder, runN, runN:EPISODE, or latest")
     parser.add_argument("--output", type=Path, default=Path("submission.py"), help="the file to write")
     text = "steps that it looks ahead; 0: play as the actor alone does"

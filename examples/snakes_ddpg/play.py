@@ -39,8 +39,7 @@ AT_ONCE = 128  # games between two moves of the progress bar
 
 
 def read_settings() -> argparse.Namespace:
-    parser = Parser("Lets players meet on the snakes' board.")
-    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    parser = Parser("Lets players meet on the snakes' board.", argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("players", nargs="+", metavar="player", help="who meets each of those that follow; greedy if none follows")
     add("--games", type=int, default=400, help="to play per pair, half of them on either side")

@@ -43,8 +43,7 @@ WANDER = 0.02  # part of the moves to any free cell, so that the critics see wha
 
 
 def read_settings() -> argparse.Namespace:
-    parser = Parser("Fits critics to a trained model's play with its search.")
-    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    parser = Parser("Fits critics to a trained model's play with its search.", argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("model", help="path of an actor_*.pth, a run's folder, runN, runN:EPISODE, or latest")
     add("--games", type=int, default=1280, help="to learn from, global")

@@ -1,13 +1,11 @@
 """Compute what a snake sees: numbers about each way it can go, alike however the board is turned or shifted, by Numba.
 
-A snake goes left, straight on or right, seen along its heading. For each of these ways two floods
-spread from the cell it leads to, step by step over free cells and around the borders: a wide one,
-and a safe one that stays off every cell that another snake could reach as early. They tell how near
-the next bean is and how much room there is, as a snake with bodies and rivals in its way would find
-out.
+A snake goes left, straight on or right, seen along its heading. For each of these ways two floods spread from the cell
+it leads to, step by step over free cells and around the borders: a wide one, and a safe one that stays off every cell
+that another snake could reach as early. They tell how near the next bean is and how much room there is.
 
-A set of cells is held in five 64-bit words of two rows each, and every loop runs over all boards, so
-that the compiler can put several boards into one vector instruction. Arrays of sets are (5, n), uint64.
+A set of cells is held in five 64-bit words of two rows each, and every loop runs over all boards, so that the compiler
+can put several boards into one vector instruction. Arrays of sets are (5, n), uint64.
 """
 
 from __future__ import annotations
@@ -66,14 +64,6 @@ def spread(cells, open_cells):
         cells[2, b] = c2 | (around(c1, c2, c3) & open_cells[2, b])
         cells[3, b] = c3 | (around(c2, c3, c4) & open_cells[3, b])
         cells[4, b] = c4 | (around(c3, c4, c0) & open_cells[4, b])
-
-
-@njit(cache=True)
-def remove(cells, others, rest):
-    """Fill `rest` with the cells that are not among the others', all (5, n)."""
-    for w in range(WORDS):
-        for b in range(cells.shape[1]):
-            rest[w, b] = cells[w, b] & ~others[w, b]
 
 
 @njit(inline="always")
@@ -163,12 +153,8 @@ def observe(boards, team, seen):
 def _observe(boards, team, first, seen):
     """Observe a block of boards that begins with number `first`."""
     n = len(seen)
-    free = np.empty((WORDS, n), np.uint64)
-    beans = np.empty((WORDS, n), np.uint64)
-    others = np.empty_like(free)
-    calm = np.empty_like(free)
-    wide = np.empty((WAYS, WORDS, n), np.uint64)
-    safe = np.empty((WAYS, WORDS, n), np.uint64)
+    free, beans, others, calm = np.empty((4, WORDS, n), np.uint64)
+    wide, safe = np.empty((2, WAYS, WORDS, n), np.uint64)
     misses = np.empty((2, WAYS, n), np.uint64)  # steps of the wide and of the safe flood without a bean
     areas = np.empty((3, WAYS, n), np.uint64)  # of the wide flood, the safe one, and the safe one half-way
     _draw_sets(boards, first, free, beans)
@@ -178,7 +164,9 @@ def _observe(boards, team, first, seen):
         misses[:] = 0
         for step in range(1, DEPTH + 1):
             spread(others, free)
-            remove(free, others, calm)
+            for w in range(WORDS):
+                for b in range(n):
+                    calm[w, b] = free[w, b] & ~others[w, b]
             for way in range(WAYS):
                 if step == 1:
                     _draw_way(boards, first, s, way, free, wide[way])
@@ -232,12 +220,9 @@ def _describe_way(boards, b, s, way, free, misses, areas, features):
 @njit(cache=True)
 def _describe_snake(boards, b, s, features):
     """Fill the features that are not of a way: the snake's gain, and the standing of the game."""
-    ours, theirs = 0, 0
-    for other in range(SNAKES):
-        if other // 3 == s // 3:
-            ours += boards.lengths[b, other]
-        else:
-            theirs += boards.lengths[b, other]
+    first = s // 3 * 3
+    ours = np.int64(boards.lengths[b, first : first + 3].sum())
+    theirs = np.int64(boards.lengths[b].sum()) - ours
     features[0] = (np.int64(boards.lengths[b, s]) - START_LENGTH) / 10
     features[1] = (ours - theirs) / 20
     features[2] = theirs / 20

@@ -7,12 +7,13 @@ which it resumes. Writing is for the main process.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,9 @@ ACTORS = f"{MODELS}/actor_*.pth"
 
 def list_runs(root: Path = ROOT) -> dict[int, Path]:
     """List the folders of the runs by number, in order; the newest is the last."""
-    found = {}
-    for path in sorted(root.glob("run*")):
-        match = re.fullmatch(r"run(\d+)(_.*)?", path.name)
-        if match and path.is_dir():
-            found[int(match[1])] = path
-    return dict(sorted(found.items()))
+    folders = [path for path in sorted(root.glob("run*")) if path.is_dir()]
+    found = [(re.fullmatch(r"run(\d+)(_.*)?", path.name), path) for path in folders]
+    return dict(sorted((int(match[1]), path) for match, path in found if match))
 
 
 def list_models(folder: Path) -> dict[int | str, Path]:
@@ -55,21 +53,13 @@ def rival_of(actor: Path) -> Path:
 
 def new_run(root: Path = ROOT) -> Path:
     """Make the folder of a new run, with the next number; runs that start in one moment get different ones."""
-    number = max(list_runs(root), default=0) + 1
-    while not _claim(root / f".run{number}"):
-        number += 1
+    for number in itertools.count(max(list_runs(root), default=0) + 1):
+        with suppress(FileExistsError):  # another run has claimed this number
+            (root / f".run{number}").mkdir(parents=True)
+            break
     folder = root / f"run{number}_{time.strftime('%Y%m%d_%H%M%S')}"
     folder.mkdir()
     return folder
-
-
-def _claim(claim: Path) -> bool:
-    """Claim a number by making a folder, as the runs' own names hold a time; return False if another has it."""
-    try:
-        claim.mkdir(parents=True)
-        return True
-    except FileExistsError:
-        return False
 
 
 def find_run(run: int | str, root: Path = ROOT, holding: str = "") -> Path:

@@ -47,20 +47,10 @@ class Policy:
 class Search(Policy):
     """Play as one team: each snake's most probable way, or another one after which the team stands better by a margin.
 
-    Each of the team in turn tries its other ways to free cells, and all six snakes then go on as
-    the actor prefers. The steps are played by the rules, but for new beans: nobody knows where they
-    will be. They are worth the team's gains minus the rivals', and what the critic expects after
-    each, as in TD(lambda), less a part of what those of the team have gained who can soon go no
-    further.
-
-    Args:
-        actor: Prefers ways.
-        critic: Values them; trained with the actor.
-        depth: Steps to look ahead.
-        rival: Values the ways of the rivals, which is subtracted, if the two were trained for that.
-
-    Raises:
-        ValueError: If the depth is below 1.
+    Each of the team in turn tries its other ways to free cells, and all six snakes then go on as the actor prefers. The
+    steps are worth the team's gains minus the rivals', and what the critic expects after each, as in TD(lambda), less
+    what `rival`, a critic of the rivals' ways, expects of those, if the two critics were trained for that; and less a
+    part of what those of the team have gained who can soon go no further. Raise a ValueError if the depth is below 1.
     """
 
     def __init__(self, actor: Actor, critic: Critic, depth: int = DEPTH, rival: Critic | None = None) -> None:
@@ -115,12 +105,15 @@ class Search(Policy):
         boards = boards.pick(np.arange(len(ways)))
         rewards = np.zeros((len(ways), SNAKES), np.int16)
         died = np.zeros((len(ways), SNAKES), np.bool_)
+        steps = np.empty((len(ways), 3))
         total = np.zeros(len(ways))
         weight = 1.0
         for step in range(self.depth):
             foresee(boards, DIRECTION[boards.headings, ways], rewards, died)
             if step == 0:
-                total -= TRAP * _trapped(boards, team)
+                escape(boards, team, steps)
+                gained = boards.lengths[:, 3 * team : 3 * team + 3].astype(np.float64) - START_LENGTH
+                total -= TRAP * (gained * (1 - steps / LIMIT)).sum(1)
             gains = rewards.reshape(-1, 2, 3).sum(2)
             lead = gains[:, team] - gains[:, 1 - team]
             sides = [self.look(boards, side) for side in (0, 1)]
@@ -128,8 +121,8 @@ class Search(Policy):
             expected = expect(self.critic, preferences[team].softmax(-1), sides[team])
             if self.rival is not None:
                 expected -= expect(self.rival, preferences[1 - team].softmax(-1), sides[1 - team])
-            is_last = step == self.depth - 1
-            total += weight * (lead + GAMMA * (1.0 if is_last else 1 - LAMBDA) * expected.cpu().numpy())
+            part = 1.0 if step == self.depth - 1 else 1 - LAMBDA
+            total += weight * (lead + GAMMA * part * expected.cpu().numpy())
             weight *= GAMMA * LAMBDA
             ways = _rank(torch.cat(preferences, dim=1))[..., 0]
         return total
@@ -143,14 +136,6 @@ def _rank(preferences: torch.Tensor) -> np.ndarray:
 def expect(critic: Critic, chances: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
     """Find what a critic expects of teams that go their ways with these probabilities, which are the actor's: (n,)."""
     return (chances * critic(seen)).sum(-1).mean(-1)
-
-
-def _trapped(boards: Boards, team: int) -> np.ndarray:
-    """Add up what a team's snakes have gained, each by the part of the next steps that it cannot go: (n,)."""
-    steps = np.empty((len(boards.times), 3))
-    escape(boards, team, steps)
-    gains = boards.lengths[:, 3 * team : 3 * team + 3].astype(np.float64) - START_LENGTH
-    return (gains * (1 - steps / LIMIT)).sum(1)
 
 
 def load_player(path: Path, depth: int = DEPTH) -> Policy:
@@ -175,51 +160,43 @@ def load_player(path: Path, depth: int = DEPTH) -> Policy:
 def escape(boards, team, steps):
     """Fill `steps`, float64 of shape (n, 3), with the steps that each snake of a team can go on, at most LIMIT.
 
-    It looks for a way along which every cell is free by then: all bodies, its own too, leave theirs
-    from the tail on. The cells beside another head are not free: it may be there first.
+    It looks for a way along which every cell is free by then: all bodies, its own too, leave theirs from the tail on.
+    The cells beside another head are not free: it may be there first.
     """
-    leaves = np.zeros(CELLS, np.int64)  # the step in which each cell is free again
+    leaves = np.empty(CELLS, np.int64)  # the step in which each cell is free again
+    found = np.empty(2, np.int64)
     for b in range(len(steps)):
         for k in range(3):
+            own = 3 * team + k
             leaves[:] = 0
             for s in range(SNAKES):
                 length = np.int64(boards.lengths[b, s])
                 for i in range(length):
                     cell = segment(boards, b, s, i)
                     leaves[cell] = max(leaves[cell], length - i)
-                if s == 3 * team + k or length == 0:
+                if s == own or length == 0:
                     continue
                 for cell in NEXT[segment(boards, b, s, 0)]:
                     leaves[cell] = max(leaves[cell], LIMIT)
-            steps[b, k] = _escape(boards, b, 3 * team + k, leaves)
+            found[:] = 0
+            is_safe = _go_on(np.int64(segment(boards, b, own, 0)), 0, np.int64(boards.lengths[b, own]), leaves, found)
+            steps[b, k] = LIMIT if is_safe else found[1]
 
 
 @njit(cache=True)
-def _escape(boards, b, s, leaves):
-    """Search in depth for a way of one snake; change `leaves` on it."""
-    path = np.zeros(LIMIT + 1, np.int64)  # its cells
-    left = np.zeros(LIMIT + 1, np.int64)  # when each of them would have been free without the snake
-    tried = np.zeros(LIMIT + 1, np.int64)  # directions tried from each
-    path[0] = segment(boards, b, s, 0)
-    places = 0
-    longest = 0
-    time = 0
-    while time >= 0:
-        if tried[time] == 4:  # back
-            leaves[path[time]] = left[time]
-            time -= 1
+def _go_on(cell, time, length, leaves, found):
+    """Try all ways from a cell; return if one is long enough. `found` counts the places tried, and the most steps."""
+    for direction in range(4):
+        ahead = np.int64(NEXT[cell, direction])
+        left = leaves[ahead]
+        if left > time + 1:
             continue
-        cell = NEXT[path[time], tried[time]]
-        tried[time] += 1
-        if leaves[cell] > time + 1:
-            continue
-        time += 1
-        places += 1
-        longest = max(longest, time)
-        if longest == LIMIT or places == PLACES:
-            return LIMIT
-        path[time] = cell
-        left[time] = leaves[cell]
-        leaves[cell] = time + np.int64(boards.lengths[b, s])
-        tried[time] = 0
-    return longest
+        found[0] += 1
+        found[1] = max(found[1], time + 1)
+        if found[0] == PLACES or found[1] == LIMIT:
+            return True
+        leaves[ahead] = time + 1 + length
+        if _go_on(ahead, time + 1, length, leaves, found):
+            return True
+        leaves[ahead] = left
+    return False

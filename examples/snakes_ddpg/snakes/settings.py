@@ -82,8 +82,7 @@ def read_settings(argv: Sequence[str] | None = None, saved: Mapping[str, Any] | 
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = _Parser("Trains three snakes to beat three others.")
-    parser.formatter_class = _Formatter
+    parser = _Parser("Trains three snakes to beat three others.", _Formatter)
     parser.allow_abbrev = False
     count = _number(int, 1)
     share = _number(float, 0, 1)
@@ -140,7 +139,13 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--eval_interval", type=count, default=5000, help="episodes, global, between evaluations")
     add("--eval_games", type=count, default=100, help="games with each of the ladder, global, on both sides in turn")
     add("--runs_folder", type=Path, default=runs.ROOT, help="where the runs' folders are")
-    add("--resume", nargs="?", const="latest", metavar="RUN", help="go on with a run: its number or folder, else the latest")
+    add(
+        "--resume",
+        nargs="?",
+        const="latest",
+        metavar="RUN",
+        help="go on with a run: its number or folder, else the latest",
+    )
     add("--load_model", action="store_true", help="begin a new run with an old one's weights, by default the latest's")
     add("--load_model_run", type=count, metavar="N", help="the run whose weights to load")
     text = "and the episode, or the last one saved before it; by default its best, else its last"
