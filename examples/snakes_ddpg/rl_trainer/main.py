@@ -13,8 +13,6 @@ What to expect: README.md, beside `train_ddp.sh`, has the measured results. Ctrl
 the update of `snakes/ddpg.py`, which is started, and finished one step of the boards later.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import logging
@@ -252,26 +250,27 @@ def report(curves: Boards, total: Counter, news: Counter, epsilon: float, oppone
     episodes = news["episodes"]
     updates = max(news["updates"], 1)
     snakes = {name: news[name] / episodes for name in ("snake_1", "snake_2", "snake_3")}
-    reward = sum(snakes.values())
-    losses = {"actor": news["a_loss"] / updates, "critic": news["c_loss"] / updates}
-    rates = {
-        "win_rate": news["wins"] / episodes,
-        "opponent": news["opponent"] / episodes,
-        "deaths": news["deaths"] / news["environment_steps"] * 200,
-    }
     progress = {name: total[name] for name in COUNTERS if name != "episodes"}
+    values = {
+        **{f"reward/{name}": value for name, value in snakes.items()},
+        "reward/total": sum(snakes.values()),
+        "loss/actor": news["a_loss"] / updates,
+        "loss/critic": news["c_loss"] / updates,
+        "play/win_rate": news["wins"] / episodes,
+        "play/opponent": news["opponent"] / episodes,
+        "play/deaths": news["deaths"] / news["environment_steps"] * 200,
+        "progress/epsilon": epsilon,
+        **{f"progress/{name}": value for name, value in progress.items()},
+    }
     log.info(
-        f"[Episode {total['episodes']:05d}] total_reward: {reward:.1f} epsilon: {epsilon:.2f} [v3.0] "
+        f"[Episode {total['episodes']:05d}] total_reward: {values['reward/total']:.1f} epsilon: {epsilon:.2f} [v3.0] "
         f"difficulty: {opponent}\n"
         f"\t{' '.join(f'{name}: {value:.1f}' for name, value in snakes.items())}\n"
-        f"\ta_loss {losses['actor']:.3f} c_loss {losses['critic']:.3f}\n"
-        f"\twin_rate {rates['win_rate']:.2f} opponent_reward {rates['opponent']:.1f}"
+        f"\ta_loss {values['loss/actor']:.3f} c_loss {values['loss/critic']:.3f}\n"
+        f"\twin_rate {values['play/win_rate']:.2f} opponent_reward {values['play/opponent']:.1f}"
         f" {' '.join(f'{name} {value}' for name, value in progress.items())}"
     )
-    write(curves, total, "reward", {**snakes, "total": reward})
-    write(curves, total, "loss", losses)
-    write(curves, total, "play", rates)
-    write(curves, total, "progress", {"epsilon": epsilon, **progress})
+    curves.add(values, total["episodes"])
 
 
 def report_evaluation(curves: Boards, total: Counter, results: dict[str, Result]) -> None:
@@ -280,13 +279,10 @@ def report_evaluation(curves: Boards, total: Counter, results: dict[str, Result]
         log.info("evaluation after episode %d, against %s: %s", total["episodes"], opponent, result)
     win_rate = mean([result.win_rate for result in results.values()])
     log.info("evaluation after episode %d: mean win rate %.3f", total["episodes"], win_rate)
-    rates = {f"win_rate_{opponent}": result.win_rate for opponent, result in results.items()}
-    score = mean([result.lead for result in results.values()])
-    write(curves, total, "evaluation", {"win_rate": win_rate, "score": score, **rates})
-
-
-def write(curves: Boards, total: Counter, section: str, values: dict[str, float]) -> None:
-    curves.add({f"{section}/{name}": value for name, value in values.items()}, total["episodes"])
+    values = {f"evaluation/win_rate_{opponent}": result.win_rate for opponent, result in results.items()}
+    values["evaluation/win_rate"] = win_rate
+    values["evaluation/score"] = mean([result.lead for result in results.values()])
+    curves.add(values, total["episodes"])
 
 
 def summarize(settings: argparse.Namespace, total: Counter, before: Counter, seconds: float) -> None:

@@ -10,8 +10,6 @@ Beside the model it writes `actor_refined.pth`, which is the same actor, `critic
 that of the second one over the rivals.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys

@@ -1,7 +1,5 @@
 """Play this rank's share of the boards, remember what the snakes of team A lived, and draw batches from it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -127,12 +125,7 @@ class Replay:
     A moment is what each snake sees, the way it takes, and what that brings its team. A board that was done at the
     moment before only shows its end and starts a new episode: the moment ends a transition but begins none.
 
-    Args:
-        moments: How many fit.
-        boards: On this rank.
-
-    Raises:
-        ValueError: If fewer than three fit: of two the first may be the one at which no board moves.
+    Raise a ValueError if fewer than three `moments` fit: of two the first may be the one at which no board moves.
     """
 
     def __init__(self, moments: int, boards: int) -> None:
@@ -158,11 +151,7 @@ class Replay:
         return (self.count - 1) % len(self.seen)
 
     def ready(self, size: int) -> bool:
-        """Tell if it holds as many transitions as a batch needs; alike on every rank.
-
-        Raises:
-            ValueError: If it never can.
-        """
+        """Tell if it holds as many transitions as a batch needs, alike on every rank; raise if it never can."""
         moments, boards = self.moved.shape
         if size > self.ways.size:
             raise ValueError(

@@ -6,8 +6,6 @@ its target is that of expected SARSA, and the actor's gradient the sum over all 
 al., arXiv:1709.00503).
 """
 
-from __future__ import annotations
-
 import re
 from contextlib import ExitStack
 from copy import deepcopy
@@ -26,8 +24,8 @@ from .features import FEATURES, WAYS
 class Perceptron(nn.Sequential):
     """Map FEATURES -> hidden -> hidden -> WAYS, with ReLU between.
 
-    With `bfloat16` set, the second layer computes in it, from float32 weights: a third of the time on a CPU that has it.
-    In bfloat16 the first layer would make weaker players, and to the last one two ways may be almost as good.
+    With `bfloat16` set, the second layer computes in it, from float32 weights, in a third of the time on a CPU that has
+    it. In bfloat16 the first layer would make weaker players, and to the last one two ways may be almost as good.
     """
 
     def __init__(self, hidden: int) -> None:
@@ -84,9 +82,7 @@ class Critic(nn.Module):
 def load_network(kind: type[nn.Module], path: Path, hidden: int | None = None) -> nn.Module:
     """Load an Actor or a Critic from a file that holds its state dict, of whatever width if none is given.
 
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If it holds anything else, or a network of other shapes.
+    Raise a FileNotFoundError if there is no such file, a ValueError if it holds anything else, or other shapes.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}: a run keeps its models in its folder trained_model")

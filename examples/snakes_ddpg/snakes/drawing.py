@@ -1,7 +1,5 @@
 """Draw a game, in the terminal and as an animated GIF, from frames: a frame is one moment of one board."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Let players meet, and count the games on both sides."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import astuple, dataclass
 
@@ -24,7 +22,7 @@ class Result:
     score: int = 0  # length gained by the end of a game, over all games
     other_score: int = 0  # of the second player
 
-    def __add__(self, other: Result) -> Result:
+    def __add__(self, other: "Result") -> "Result":
         return Result(*(mine + yours for mine, yours in zip(astuple(self), astuple(other), strict=True)))
 
     def __str__(self) -> str:

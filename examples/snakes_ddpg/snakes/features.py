@@ -8,8 +8,6 @@ A set of cells is held in five 64-bit words of two rows each, and every loop run
 can put several boards into one vector instruction. Arrays of sets are (5, n), uint64.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit
 

@@ -6,8 +6,6 @@ from its own random stream, so that a game depends on its seed and its moves alo
 boards beside it.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np
@@ -48,7 +46,7 @@ class Boards(NamedTuple):
     times: np.ndarray  # (n,) int32: steps played
     streams: np.ndarray  # (n,) uint64: states of the random streams
 
-    def pick(self, which: np.ndarray) -> Boards:
+    def pick(self, which: np.ndarray) -> "Boards":
         """Copy some of the boards, by their numbers or a mask."""
         return Boards(*(array[which] for array in self))
 
@@ -130,20 +128,11 @@ def _respawn(boards, b, s):
             looked_at += 1
         if known == START_LENGTH:
             head, neck, tail = found[0], found[1], found[2]
-            if _is_corner(head, neck, tail):
+            if neck // COLUMNS != tail // COLUMNS and neck % COLUMNS != tail % COLUMNS:  # the corner of an L
                 head, neck = neck, head
             _place(boards, b, s, head, neck, tail, _heading(head, neck))
             return True
     return False
-
-
-@_inlined
-def _is_corner(cell, one, other):
-    """Tell if the cell has one of two cells in its row and the other in its column."""
-    row, column = cell // COLUMNS, cell % COLUMNS
-    return (row == one // COLUMNS and column == other % COLUMNS) or (
-        row == other // COLUMNS and column == one % COLUMNS
-    )
 
 
 @_inlined
@@ -232,9 +221,6 @@ class Game:
         seed: Of all boards; each has a stream of its own.
         first: Number of the first board among all that are played with this seed, on whatever rank.
         episode_length: Steps after which a board is done.
-
-    Raises:
-        ValueError: If there is no board, or an episode no step.
     """
 
     def __init__(self, count: int, seed: int = 0, *, first: int = 0, episode_length: int = STEPS) -> None:
@@ -266,9 +252,6 @@ class Game:
         """Move all snakes by actions of shape (n, 6), uint8, 0 to 3, in which reversals become the directions taken.
 
         A board that is done must be reset before its next step.
-
-        Raises:
-            ValueError: If the actions have another shape or dtype.
         """
         if actions.shape != self.died.shape or actions.dtype != np.uint8:
             raise ValueError(

@@ -5,8 +5,6 @@ of its team (0: snakes 0 to 2, 1: snakes 3 to 5) on all boards into `actions[:, 
 + 3]`; actions have shape (n, 6), uint8.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np
@@ -45,8 +43,7 @@ def _squared_distance(cell, other):
 def greedy(boards, team, actions):
     """Play as the public greedy player, exactly: go to the nearest bean that no team-mate before it has claimed.
 
-    Of equals it takes the first, in the order of `boards.beans` and of UP, DOWN, LEFT, RIGHT; with
-    no cell free it goes UP.
+    Of equals it takes the first, in the order of `boards.beans` and of UP, DOWN, LEFT, RIGHT; with no cell free, UP.
     """
     for b in range(len(actions)):
         claimed = 0  # bit i: bean i
@@ -261,11 +258,7 @@ LADDER = ("evasive", "greedy", "sharing", "foresighted", "territory")  # those w
 
 
 def get(opponent: str | int) -> Player:
-    """Find the player of a name or of a difficulty from 0 to 4.
-
-    Raises:
-        ValueError: If there is none; the message lists those there are.
-    """
+    """Find the player of a name or of a difficulty from 0 to 4; raise a ValueError that lists them if there is none."""
     levels = {str(level): name for level, name in enumerate(LEVELS)}
     name = levels.get(str(opponent), opponent)
     if name not in OPPONENTS:

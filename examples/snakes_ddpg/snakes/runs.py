@@ -5,8 +5,6 @@ A run is a folder `runN_YYYYMMDD_HHMMSS` with `config.json`, TensorBoard's event
 which it resumes. Writing is for the main process.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -125,13 +123,13 @@ def save_models(folder: Path, episode: int | str, *states: Mapping[str, Any]) ->
     path = folder / MODELS / f"actor_{episode}.pth"
     named = list(zip((path, critic_of(path), rival_of(path)), states, strict=False))
     for name, state in reversed(named):  # the actor, by which they are found, last
-        with _replacing(name) as whole:
+        with replacing(name) as whole:
             torch.save(state, whole)
 
 
 def save_json(path: Path, values: Mapping[str, Any]) -> None:
     """Write the settings or the summary of a run, whole or not at all; paths become text."""
-    with _replacing(path) as whole:
+    with replacing(path) as whole:
         whole.write_text(json.dumps(values, indent=2, default=str) + "\n")
 
 
@@ -141,8 +139,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """Lend a name to write a file under, which replaces the old file when it is complete."""
+def replacing(path: Path) -> Iterator[Path]:
+    """Lend a name to write a file under, which replaces the old file when it is complete; after an error it is gone."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         yield temporary

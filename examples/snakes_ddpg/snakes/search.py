@@ -1,7 +1,5 @@
 """Play as a trained model: by its actor alone, or with a few steps of search for ways after which it stands better."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -139,12 +137,7 @@ def expect(critic: Critic, chances: torch.Tensor, seen: torch.Tensor) -> torch.T
 
 
 def load_player(path: Path, depth: int = DEPTH) -> Policy:
-    """Load the player in a file `actor_*.pth`, which searches, unless the depth is 0, with the critics beside it.
-
-    Raises:
-        FileNotFoundError: If there is no such file, or no critic.
-        ValueError: If they do not hold networks that see what `features.py` shows.
-    """
+    """Load the player in a file `actor_*.pth`, which searches, unless the depth is 0, with the critics beside it."""
     actor = load_network(Actor, path)
     if depth == 0:
         return Policy(actor)

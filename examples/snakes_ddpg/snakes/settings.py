@@ -4,8 +4,6 @@ Every schedule follows global counters, the episodes and environment steps of al
 ranks together, so it is the same on any number of ranks.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Callable, Mapping, Sequence

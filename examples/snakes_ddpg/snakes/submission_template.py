@@ -1,11 +1,11 @@
 """Play snakes 3 against 3 on the competition platform, which calls `my_controller()` for each snake and step.
 
-It needs NumPy and no other file: `export.py` puts the weights of a trained actor and critic behind it. What a snake sees
-are the 42 numbers of `features.py`, and the search is that of `search.py`, both without Numba. A cell is a number from
-0 to 199, row by row, and a set of cells an integer with a bit for each.
+It needs NumPy and no other file: `export.py` puts the weights of a trained actor and critic behind it. A snake sees the
+42 numbers of `features.py`, and the search is that of `search.py`, both without Numba. A cell is a number from 0 to
+199, row by row, and a set of cells an integer with a bit for each.
 """
 
-# ruff: noqa: B905  (the platform's Python may be too old for zip(strict=…))
+# ruff: noqa: B905, RUF007  (the platform's Python may be too old for zip(strict=…) and pairwise())
 
 import base64
 import time
@@ -71,7 +71,12 @@ def read(observation):
 
 def choose(beans, bodies, snake, started):
     """Find the direction that the actor prefers, or that of the search."""
-    headings = remember(bodies, started)
+    if not started or bodies != _seen["bodies"]:  # the first call of a step
+        _seen["before"] = _seen["bodies"] if started else None
+        _seen["bodies"] = bodies
+        _plans.clear()
+    before = _seen["before"] or [None] * SNAKES
+    headings = [find_heading(body, old) for body, old in zip(bodies, before)]
     team = snake // 3
     if team not in _plans:
         _plans[team] = search(bodies, headings, beans, team)
@@ -83,16 +88,6 @@ def flee(beans, bodies, snake, started):
     taken = {cell for body in bodies for cell in body}
     free = [cell not in taken for cell in neighbours(bodies[snake][0])]
     return free.index(True) if any(free) else UP
-
-
-def remember(bodies, started):
-    """Keep what the board was a step ago, and find the snakes' headings by it."""
-    if not started or bodies != _seen["bodies"]:
-        _seen["before"] = _seen["bodies"] if started else None
-        _seen["bodies"] = bodies
-        _plans.clear()
-    before = _seen["before"] or [None] * SNAKES
-    return [find_heading(body, old) for body, old in zip(bodies, before)]
 
 
 def search(bodies, headings, beans, team):
@@ -244,16 +239,11 @@ def put_back(taken):
             above, below, left, right = neighbours(cell)
             found += [near for near in (right, below, above, left) if near not in taken and near not in found]
             if len(found) >= START_LENGTH:
-                return as_placed(*found[:START_LENGTH])
+                head, neck, tail = found[:START_LENGTH]
+                if neck // COLUMNS != tail // COLUMNS and neck % COLUMNS != tail % COLUMNS:  # the corner of an L
+                    return [neck, head, tail]
+                return [head, neck, tail]
     raise ValueError("there is no place for a snake")
-
-
-def as_placed(head, neck, tail):
-    """Make the corner of an L the neck."""
-    (row, column), (row_1, column_1), (row_2, column_2) = (divmod(cell, COLUMNS) for cell in (head, neck, tail))
-    if (row == row_1 and column == column_2) or (row == row_2 and column == column_1):
-        return [neck, head, tail]
-    return [head, neck, tail]
 
 
 def find_heading(body, before):

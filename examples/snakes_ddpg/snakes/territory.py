@@ -8,8 +8,6 @@ our own program of it. All six snakes spread from their heads at once, over cell
 - Those that are left go where the team as a whole owns most cells.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit
 
