@@ -60,8 +60,7 @@ def prepare(settings: argparse.Namespace, world_size: int) -> argparse.Namespace
                 f"{folder} goes on with --hidden {saved['hidden']}, not {settings.hidden}: start a new run"
             )
     settings = resolve(settings, world_size)
-    replay = make_collector(settings, 0, 0).replay
-    replay.ready(settings.batch_per_rank)  # raises, as the line before, if it never can be
+    make_collector(settings, 0, 0).replay.ready(settings.batch_per_rank)  # raises if it never can be
     if settings.load_model:
         settings.models = find_weights(settings)
     if not settings.resume:
@@ -189,13 +188,8 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: ddpkit.Sto
             ddpkit.check_replicas([agent.networks, agent.targets], agent.optimizer)
             name = model_name(settings, total["episodes"], stop)
             ddpkit.run_on_main(runs.save_models, settings.folder, name, *agent.states())
-            checkpoints.save(
-                total["optimiser_steps"],
-                **agent.parts(),
-                total=dict(total),
-                best=best,
-                ranks=settings.world_size,
-            )
+            progress = {"total": dict(total), "best": best, "ranks": job.world_size}
+            checkpoints.save(total["optimiser_steps"], **agent.parts(), **progress)
     bar.close()
     summarize(settings, total, before, time.monotonic() - start)
 

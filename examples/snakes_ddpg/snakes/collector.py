@@ -25,9 +25,6 @@ class Collector:
 
     Args:
         boards: Numbers of this rank's boards among all `total`; a number plays the same game on any rank.
-        total: Number of all boards.
-        seed: Of all boards.
-        episode_length: In steps.
         transitions: Of single snakes that the replay holds.
     """
 

@@ -144,13 +144,8 @@ class DDPG:
     def start_update(self, batch: Batch) -> torch.Tensor:
         """Start an optimiser step: compute the gradients, and send them to the other ranks. Collective.
 
-        Until `finish_update()` the weights are those before the step, and may be used to play on.
-
-        Args:
-            batch: This rank's rows, as many on every rank.
-
-        Returns:
-            This rank's losses of actor and critic, of shape (2,).
+        Take as many rows on every rank; return this rank's losses of actor and critic, of shape (2,). Until
+        `finish_update()` the weights are those before the step, and may be used to play on.
         """
         actor_loss, critic_loss = self.losses(batch)
         self.optimizer.zero_grad()

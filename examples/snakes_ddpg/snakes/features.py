@@ -97,15 +97,17 @@ def _measure(cells, area):
 
 
 @njit(cache=True)
-def _draw_sets(boards, first, free, beans):
-    """Fill the sets of free cells and of beans, both (5, n). A tail that surely leaves in this step counts as free."""
+def _draw_sets(boards, first, free, beans, heads):
+    """Fill the sets (5, n) of free cells, beans and heads. A tail that surely leaves in this step counts as free."""
     free[:] = ALL
     beans[:] = 0
+    heads[:] = 0
     for b in range(free.shape[1]):
         board = first + b
         for s in range(SNAKES):
             length = np.int64(boards.lengths[board, s])
             head = segment(boards, board, s, 0)
+            heads[WORD[head], b] |= BIT[head]
             for way in range(4):
                 if boards.cells[board, NEXT[head, way]] == BEAN:
                     break
@@ -118,17 +120,6 @@ def _draw_sets(boards, first, free, beans):
             if boards.beans[board, i] != NONE:
                 cell = boards.beans[board, i]
                 beans[WORD[cell], b] |= BIT[cell]
-
-
-@njit(cache=True)
-def _draw_heads(boards, first, but, heads):
-    """Fill the sets (5, n) of all heads but one snake's."""
-    heads[:] = 0
-    for b in range(heads.shape[1]):
-        for s in range(SNAKES):
-            if s != but:
-                cell = segment(boards, first + b, s, 0)
-                heads[WORD[cell], b] |= BIT[cell]
 
 
 @njit(cache=True)
@@ -151,14 +142,17 @@ def observe(boards, team, seen):
 def _observe(boards, team, first, seen):
     """Observe a block of boards that begins with number `first`."""
     n = len(seen)
-    free, beans, others, calm = np.empty((4, WORDS, n), np.uint64)
+    free, beans, heads, others, calm = np.empty((5, WORDS, n), np.uint64)
     wide, safe = np.empty((2, WAYS, WORDS, n), np.uint64)
     misses = np.empty((2, WAYS, n), np.uint64)  # steps of the wide and of the safe flood without a bean
     areas = np.empty((3, WAYS, n), np.uint64)  # of the wide flood, the safe one, and the safe one half-way
-    _draw_sets(boards, first, free, beans)
+    _draw_sets(boards, first, free, beans, heads)
     for k in range(3):
         s = 3 * team + k
-        _draw_heads(boards, first, s, others)
+        others[:] = heads
+        for b in range(n):
+            own = segment(boards, first + b, s, 0)
+            others[WORD[own], b] ^= BIT[own]
         misses[:] = 0
         for step in range(1, DEPTH + 1):
             spread(others, free)

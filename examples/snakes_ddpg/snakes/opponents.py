@@ -1,8 +1,7 @@
 """Play as scripted players, compiled, on many boards at once.
 
-A player is called as `player(boards, team, actions)` and writes the directions of the three snakes
-of its team (0: snakes 0 to 2, 1: snakes 3 to 5) on all boards into `actions[:, 3 * team : 3 * team
-+ 3]`; actions have shape (n, 6), uint8.
+A player is called as `player(boards, team, actions)`. It writes the directions of its team (0: snakes 0 to 2, 1: snakes
+3 to 5) on all boards into `actions[:, 3 * team : 3 * team + 3]`; actions have shape (n, 6), uint8.
 """
 
 from collections.abc import Callable

@@ -26,10 +26,11 @@ PARTS = _members.reshape(-1, 2, 3).sum(2) / np.maximum(SIZE, 1)[:, None]
 def territory(boards: Boards, team: int, actions: np.ndarray) -> None:
     """Go to the beans that the team's snakes can reach first; else to where they own most cells."""
     free_at, holder, steps, owners, queue = np.empty((5, CELLS), np.int64)
-    beans, other_beans, firsts = np.empty((3, SNAKES), np.int64)
+    beans, other_beans, firsts, ahead = np.empty((4, SNAKES), np.int64)
     for b in range(len(actions)):
         _fill_bodies(boards, b, free_at, holder)
         firsts[:] = ANY
+        ahead[:] = -1  # the cells that those lead to, which team-mates stay off
         _spread(boards, b, firsts, free_at, holder, steps, owners, queue)
         if _claim(boards, b, steps, owners, other_beans, False) > _claim(boards, b, steps, owners, beans, True):
             beans[:] = other_beans
@@ -38,7 +39,9 @@ def territory(boards: Boards, team: int, actions: np.ndarray) -> None:
             if goal < 0:
                 goal = beans[s]
             if goal >= 0:
-                firsts[s] = _first_step(boards, b, s, goal, steps, owners, queue, firsts)
+                firsts[s] = _first_step(boards, b, s, goal, steps, owners, queue, ahead)
+            if firsts[s] != ANY:
+                ahead[s] = NEXT[segment(boards, b, s, 0), firsts[s]]
         _settle(boards, b, team, firsts, free_at, holder, steps, owners, queue)
         actions[b, 3 * team : 3 * team + 3] = firsts[3 * team : 3 * team + 3]
 
@@ -144,7 +147,7 @@ def _tail_to_follow(boards, b, s, steps, owners):
 
 
 @njit(cache=True)
-def _first_step(boards, b, s, goal, steps, owners, queue, firsts):
+def _first_step(boards, b, s, goal, steps, owners, queue, ahead):
     """Find a first direction of a way to a cell through a snake's own cells, better one that it shares with nobody."""
     queue[0] = goal
     known = 1
@@ -163,23 +166,12 @@ def _first_step(boards, b, s, goal, steps, owners, queue, firsts):
                     known += 1
             continue
         for direction in range(4):
-            if NEXT[head, direction] != at or direction == OPPOSITE[boards.headings[b, s]]:
-                continue
-            if _is_a_mates(boards, b, s, at, firsts):
+            if NEXT[head, direction] != at or direction == OPPOSITE[boards.headings[b, s]] or np.any(ahead == at):
                 continue
             if SIZE[owners[at]] < shared:
                 best = direction
                 shared = SIZE[owners[at]]
     return best
-
-
-@njit(cache=True)
-def _is_a_mates(boards, b, s, cell, firsts):
-    """Tell if a team-mate goes to a cell in the first step."""
-    for mate in range(s // 3 * 3, s // 3 * 3 + 3):
-        if mate != s and firsts[mate] != ANY and NEXT[segment(boards, b, mate, 0), firsts[mate]] == cell:
-            return True
-    return False
 
 
 @njit(cache=True)
