@@ -112,7 +112,7 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: ddpkit.Sto
     total = Counter(dict.fromkeys(COUNTERS, 0))
     best = -1.0
     if settings.resume:
-        saved = checkpoints.load_latest(**agent.parts())
+        saved = checkpoints.load_latest(**agent.parts)
         total = Counter(saved["total"])
         best = saved["best"]
         ranks = f"saved by {saved['ranks']} rank(s) and now on {settings.world_size}"
@@ -189,12 +189,9 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: ddpkit.Sto
             name = model_name(settings, total["episodes"], stop)
             ddpkit.run_on_main(runs.save_models, settings.folder, name, *agent.states())
             progress = {"total": dict(total), "best": best, "ranks": job.world_size}
-            checkpoints.save(total["optimiser_steps"], **agent.parts(), **progress)
+            checkpoints.save(total["optimiser_steps"], **agent.parts, **progress)
     bar.close()
     summarize(settings, total, before, time.monotonic() - start)
-
-
-# What `main()` begins with
 
 
 def make_collector(settings: argparse.Namespace, rank: int, environment_steps: int) -> Collector:
@@ -218,9 +215,6 @@ def warm_up() -> None:
     collector.replay.sample(2, np.random.default_rng(0), torch.device("cpu"))
 
 
-# What it does at intervals
-
-
 def is_due(interval: int, episode: int, total: Counter, finished: bool) -> bool:
     """Tell if a multiple of an interval lies between the last look at the episodes and this one, or the run is over."""
     return finished or total["episodes"] // interval > episode // interval
@@ -234,9 +228,6 @@ def evaluate(agent: DDPG, settings: argparse.Namespace, job: ddpkit.Context) -> 
         result = play_games(Policy(agent.actor), opponents.get(name), end - first, seed=EVALUATION_SEED, first=first)
         mine[name] = dataclasses.astuple(result)
     return {name: Result(*sums) for name, sums in ddpkit.all_reduce(mine).items()}
-
-
-# What it says
 
 
 def report(curves: Boards, total: Counter, news: Counter, epsilon: float, opponent: str | int) -> None:

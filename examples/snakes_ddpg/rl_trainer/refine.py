@@ -5,9 +5,8 @@ From the folder above, on one process; on two::
     python rl_trainer/refine.py latest
     torchrun --nproc_per_node=2 rl_trainer/refine.py latest
 
-Beside the model it writes `actor_refined.pth`, which is the same actor, `critic_refined.pth` and
-`rival_refined.pth`: a search values a board by the mean of the first critic over its team, less
-that of the second one over the rivals.
+Beside the model it writes `actor_refined.pth`, which is the same actor, `critic_refined.pth` and `rival_refined.pth`: a
+search values a board by the mean of the first critic over its team, less that of the second one over the rivals.
 """
 
 import argparse
@@ -62,10 +61,7 @@ class Played(NamedTuple):
 
 
 def play(search: Search, other: Player, side: int, game: Game) -> list[Played]:
-    """Play new boards to their end; return what came of it for each team that searches.
-
-    What the critic expects at the end is added to the returns.
-    """
+    """Play new boards to their end; return what came of it for each team that searches."""
     teams = [side, 1 - side] if isinstance(other, Search) else [side]
     seen = {team: [] for team in teams}
     gains = []  # of team A on team B
@@ -86,7 +82,7 @@ def play(search: Search, other: Player, side: int, game: Game) -> list[Played]:
         returns = np.array(gains, np.float64) * (1 - 2 * team)
         own = search.look(game.boards, team)
         with torch.no_grad():
-            later = expect(search.critic, search.actor(own), own).numpy()
+            later = expect(search.critic, search.actor(own), own).numpy()  # after the end
         for step in reversed(returns):
             step += GAMMA * later
             later = step

@@ -123,6 +123,7 @@ class DDPG:
         actor = {"params": self.actor.parameters(), "lr": a_lr}
         critic = {"params": self.critic.parameters(), "lr": c_lr}
         self.optimizer = torch.optim.Adam([actor, critic], fused=True)
+        self.parts = {"networks": self.networks, "targets": self.targets, "optimizer": self.optimizer}  # to be saved
         self.gamma = gamma
         self.tau = tau
         self._update = ExitStack()  # what is left to do of the update that was started
@@ -164,10 +165,6 @@ class DDPG:
         self.optimizer.step()
         with torch.no_grad():
             torch._foreach_lerp_(list(self.targets.parameters()), list(self.networks.parameters()), self.tau)
-
-    def parts(self) -> dict[str, Any]:
-        """Name the parts that a checkpoint holds."""
-        return {"networks": self.networks, "targets": self.targets, "optimizer": self.optimizer}
 
     def states(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the weights of actor and critic, to be saved."""

@@ -76,9 +76,6 @@ def count(word):
     return (word * np.uint64(0x0101010101010101)) >> np.uint64(56)
 
 
-# What a snake sees
-
-
 @njit(cache=True)
 def _miss(cells, goals, distance):
     """Add one to the distances (n,) of sets (5, n) that have not reached a goal."""

@@ -150,10 +150,9 @@ def _plan(boards, team, actions, needs_room):
                     if boards.beans[b, i] != NONE:
                         distances[k, direction, i] = steps[boards.beans[b, i]]
                 if needs_room:
-                    room = 0
+                    rooms[k, direction] = 0
                     if rival_steps[queue[0]] > 1:
-                        room = _flood(queue, 1, 1, boards.lengths[b, s], busy, rival_steps, steps)
-                    rooms[k, direction] = room
+                        rooms[k, direction] = _flood(queue, 1, 1, boards.lengths[b, s], busy, rival_steps, steps)
         _claim(distances, goals)
         for k in range(3):
             s = 3 * team + k
@@ -220,10 +219,7 @@ def _claim(distances, goals):
 
 @njit(cache=True)
 def _choose(boards, b, s, busy, distances, rooms):
-    """Choose the open direction with the least lack of room, then the nearest to the goal.
-
-    If there is none, it is the one that frees first.
-    """
+    """Choose the open direction with the least lack of room, then nearest to the goal; else that which frees first."""
     best = UP
     least = 2_000_000
     for direction in range(4):
@@ -241,17 +237,9 @@ def _choose(boards, b, s, busy, distances, rooms):
     return best
 
 
-OPPONENTS: dict[str, Player] = {
-    "random": random,
-    "wandering": wandering,
-    "evasive": evasive,
-    "greedy": greedy,
-    "sharing": sharing,
-    "foresighted": foresighted,
-    "territory": territory,
-}
-# by difficulty; they win .006, .046, .47, .81, .94 of 2,000 games against greedy
-# (tests/benchmarks/snakes_ladder.py)
+_players = (random, wandering, evasive, greedy, sharing, foresighted, territory)
+OPPONENTS: dict[str, Player] = {player.__name__: player for player in _players}
+# by difficulty; the README has their wins against greedy, which tests/benchmarks/snakes_ladder.py counts
 LEVELS = ("random", "wandering", "greedy", "sharing", "foresighted")
 LADDER = ("evasive", "greedy", "sharing", "foresighted", "territory")  # those worth training against
 

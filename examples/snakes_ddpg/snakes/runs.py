@@ -115,10 +115,7 @@ def parse(text: str, root: Path = ROOT) -> Path:
 
 
 def save_models(folder: Path, episode: int | str, *states: Mapping[str, Any]) -> None:
-    """Write state dicts of an actor, its critic and perhaps the rivals' one under the episode's number, or a name.
-
-    A file is whole or absent.
-    """
+    """Write state dicts of an actor, its critic and perhaps the rivals' one under the episode's number, or a name."""
     (folder / MODELS).mkdir(parents=True, exist_ok=True)
     path = folder / MODELS / f"actor_{episode}.pth"
     named = list(zip((path, critic_of(path), rival_of(path)), states, strict=False))

@@ -47,8 +47,8 @@ class Search(Policy):
 
     Each of the team in turn tries its other ways to free cells, and all six snakes then go on as the actor prefers. The
     steps are worth the team's gains minus the rivals', and what the critic expects after each, as in TD(lambda), less
-    what `rival`, a critic of the rivals' ways, expects of those, if the two critics were trained for that; and less a
-    part of what those of the team have gained who can soon go no further. Raise a ValueError if the depth is below 1.
+    what `rival` expects, a critic of the rivals' ways, if the two were trained for that. A snake that can soon go no
+    further counts as having lost a part of its gains. Raise a ValueError if the depth is below 1.
     """
 
     def __init__(self, actor: Actor, critic: Critic, depth: int = DEPTH, rival: Critic | None = None) -> None:
@@ -144,9 +144,6 @@ def load_player(path: Path, depth: int = DEPTH) -> Policy:
     critic = load_network(Critic, critic_of(path))
     rival = load_network(Critic, rival_of(path)) if rival_of(path).is_file() else None
     return Search(actor, critic, depth, rival)
-
-
-# How long a snake can live where no other one can reach in its next step
 
 
 @njit(cache=True, nogil=True)

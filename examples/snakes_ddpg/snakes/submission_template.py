@@ -284,11 +284,10 @@ def size_of(cells):
 
 def spread(cells, open_cells):
     """Grow a set of cells by one step, over open cells."""
-    beside = (
-        (cells << 1 & ~FIRST) | (cells >> 1 & ~LAST) | (cells >> COLUMNS - 1 & FIRST) | (cells << COLUMNS - 1 & LAST)
-    )
+    right = (cells << 1 & ~FIRST) | (cells >> COLUMNS - 1 & FIRST)
+    left = (cells >> 1 & ~LAST) | (cells << COLUMNS - 1 & LAST)
     above_and_below = cells << COLUMNS | cells >> COLUMNS | cells >> CELLS - COLUMNS | cells << CELLS - COLUMNS
-    return cells | ((beside | above_and_below) & open_cells)
+    return cells | ((right | left | above_and_below) & open_cells)
 
 
 def flood(start, open_cells):

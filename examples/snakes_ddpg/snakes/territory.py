@@ -166,9 +166,8 @@ def _first_step(boards, b, s, goal, steps, owners, queue, ahead):
                     known += 1
             continue
         for direction in range(4):
-            if NEXT[head, direction] != at or direction == OPPOSITE[boards.headings[b, s]] or np.any(ahead == at):
-                continue
-            if SIZE[owners[at]] < shared:
+            leads_there = NEXT[head, direction] == at and direction != OPPOSITE[boards.headings[b, s]]
+            if leads_there and not np.any(ahead == at) and SIZE[owners[at]] < shared:
                 best = direction
                 shared = SIZE[owners[at]]
     return best
