@@ -1,9 +1,8 @@
 """Play the game: its rules as plain loops over many boards at once, compiled by Numba.
 
-Six snakes move on a torus of 10 x 20 cells; 0, 1, 2 are team A and 3, 4, 5 team B. A cell is a
-number from 0 to 199, row by row; a direction is one of UP, DOWN, LEFT, RIGHT. Every board draws
-from its own random stream, so that a game depends on its seed and its moves alone, not on the
-boards beside it.
+Six snakes move on a torus of 10 x 20 cells; 0, 1, 2 are team A and 3, 4, 5 team B. A cell is a number from 0 to 199,
+row by row; a direction is one of UP, DOWN, LEFT, RIGHT. Every board draws from its own random stream, so that a game
+depends on its seed and its moves alone, not on the boards beside it.
 """
 
 from typing import NamedTuple

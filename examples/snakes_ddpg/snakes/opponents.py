@@ -87,8 +87,7 @@ def wandering(boards, team, actions):
 def evasive(boards, team, actions):
     """Take the move that comes nearest to any bean, of those after which a snake lives on for two steps.
 
-    If there are none, the same of those that it survives for one step; then UP. Distances and ties
-    as for `greedy`.
+    If there are none, the same of those that it survives for one step; then UP. Distances and ties as for `greedy`.
     """
     for b in range(len(actions)):
         for s in range(3 * team, 3 * team + 3):

@@ -83,10 +83,7 @@ def find_run(run: int | str, root: Path = ROOT, holding: str = "") -> Path:
 
 
 def find_model(run: int | str, name: int | str | None = None, root: Path = ROOT) -> Path:
-    """Find the file of a run's actor, by its episode, "best" or "refined"; else the best if there is one, or the last.
-
-    Raise a FileNotFoundError, which lists the runs or episodes that exist, if there is none.
-    """
+    """Find the file of a run's actor, by its episode, best or refined; else the best if there is one, or the last."""
     folder = find_run(run, root, ACTORS)
     found = list_models(folder)
     path = folder / MODELS / f"actor_{name}.pth"

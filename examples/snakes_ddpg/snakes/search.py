@@ -27,7 +27,6 @@ class Policy:
 
     def __init__(self, actor: Actor) -> None:
         self.actor = actor
-        self.device = next(actor.parameters()).device
 
     @torch.no_grad()
     def __call__(self, boards: Boards, team: int, actions: np.ndarray) -> None:
@@ -39,7 +38,7 @@ class Policy:
         """See what the actor takes: (n, 3, FEATURES), on its device."""
         seen = np.empty((len(boards.times), 3, FEATURES), np.float32)
         observe(boards, team, seen)
-        return torch.from_numpy(seen).to(self.device)
+        return torch.from_numpy(seen).to(next(self.actor.parameters()).device)
 
 
 class Search(Policy):
@@ -153,40 +152,47 @@ def escape(boards, team, steps):
     It looks for a way along which every cell is free by then: all bodies, its own too, leave theirs from the tail on.
     The cells beside another head are not free: it may be there first.
     """
-    leaves = np.empty(CELLS, np.int64)  # the step in which each cell is free again
-    found = np.empty(2, np.int64)
+    leaves = np.zeros(CELLS, np.int64)  # the step in which each cell is free again
     for b in range(len(steps)):
         for k in range(3):
-            own = 3 * team + k
             leaves[:] = 0
             for s in range(SNAKES):
                 length = np.int64(boards.lengths[b, s])
                 for i in range(length):
                     cell = segment(boards, b, s, i)
                     leaves[cell] = max(leaves[cell], length - i)
-                if s == own or length == 0:
+                if s == 3 * team + k or length == 0:
                     continue
                 for cell in NEXT[segment(boards, b, s, 0)]:
                     leaves[cell] = max(leaves[cell], LIMIT)
-            found[:] = 0
-            is_safe = _go_on(np.int64(segment(boards, b, own, 0)), 0, np.int64(boards.lengths[b, own]), leaves, found)
-            steps[b, k] = LIMIT if is_safe else found[1]
+            steps[b, k] = _escape(boards, b, 3 * team + k, leaves)
 
 
 @njit(cache=True)
-def _go_on(cell, time, length, leaves, found):
-    """Try all ways from a cell; return if one is long enough. `found` counts the places tried, and the most steps."""
-    for direction in range(4):
-        ahead = np.int64(NEXT[cell, direction])
-        left = leaves[ahead]
-        if left > time + 1:
+def _escape(boards, b, s, leaves):
+    """Search in depth for a way of one snake; change `leaves` on it."""
+    # its cells, when each of them would have been free without the snake, and the directions tried from each
+    path, left, tried = np.zeros((3, LIMIT + 1), np.int64)
+    path[0] = segment(boards, b, s, 0)
+    places = 0
+    longest = 0
+    time = 0
+    while time >= 0:
+        if tried[time] == 4:  # back
+            leaves[path[time]] = left[time]
+            time -= 1
             continue
-        found[0] += 1
-        found[1] = max(found[1], time + 1)
-        if found[0] == PLACES or found[1] == LIMIT:
-            return True
-        leaves[ahead] = time + 1 + length
-        if _go_on(ahead, time + 1, length, leaves, found):
-            return True
-        leaves[ahead] = left
-    return False
+        cell = NEXT[path[time], tried[time]]
+        tried[time] += 1
+        if leaves[cell] > time + 1:
+            continue
+        time += 1
+        places += 1
+        longest = max(longest, time)
+        if longest == LIMIT or places == PLACES:
+            return LIMIT
+        path[time] = cell
+        left[time] = leaves[cell]
+        leaves[cell] = time + np.int64(boards.lengths[b, s])
+        tried[time] = 0
+    return longest
