@@ -135,7 +135,6 @@ def fit(search: Search, parts: list[Played], settings: argparse.Namespace, games
     optimizer = torch.optim.Adam(networks.parameters(), lr=settings.lr)
     rng = np.random.default_rng(ddpkit.sample_seed(settings.seed, 4, 0))
     steps = max(1, settings.epochs * len(parts) * settings.episode_length * games // settings.batch)
-    report = max(1, steps // settings.epochs)
     for step in range(1, steps + 1):
         optimizer.param_groups[0]["lr"] = settings.lr * (1 - (step - 1) / steps)
         both, returns = draw_rows(parts, rng, settings.batch, games, mine)
@@ -149,7 +148,7 @@ def fit(search: Search, parts: list[Played], settings: argparse.Namespace, games
         ddpkit.average_gradients(networks)
         nn.utils.clip_grad_norm_(networks.parameters(), 1.0)
         optimizer.step()
-        if step % report == 0:
+        if step % max(1, steps // settings.epochs) == 0:
             error = ddpkit.all_reduce_mean(error.detach())
             log.info("step %d of %d: mean squared error %.2f", step, steps, error)
     ddpkit.check_replicas(networks, optimizer)

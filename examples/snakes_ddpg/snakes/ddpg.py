@@ -120,9 +120,8 @@ class DDPG:
         self.actor.layers.bfloat16 = self.critic.values.bfloat16 = bfloat16
         self.networks = nn.ModuleList([self.actor, self.critic]).to(device)
         self.targets = deepcopy(self.networks).requires_grad_(False)  # not averaged: they follow alike
-        actor = {"params": self.actor.parameters(), "lr": a_lr}
-        critic = {"params": self.critic.parameters(), "lr": c_lr}
-        self.optimizer = torch.optim.Adam([actor, critic], fused=True)
+        groups = [{"params": self.actor.parameters(), "lr": a_lr}, {"params": self.critic.parameters(), "lr": c_lr}]
+        self.optimizer = torch.optim.Adam(groups, fused=True)
         self.parts = {"networks": self.networks, "targets": self.targets, "optimizer": self.optimizer}  # to be saved
         self.gamma = gamma
         self.tau = tau

@@ -139,8 +139,10 @@ def observe(boards, team, seen):
 def _observe(boards, team, first, seen):
     """Observe a block of boards that begins with number `first`."""
     n = len(seen)
-    free, beans, heads, others, calm = np.empty((5, WORDS, n), np.uint64)
-    wide, safe = np.empty((2, WAYS, WORDS, n), np.uint64)
+    sets = np.empty((5, WORDS, n), np.uint64)  # to unpack it would hide from Numba that its parts are contiguous
+    free, beans, heads, others, calm = sets[0], sets[1], sets[2], sets[3], sets[4]
+    wide = np.empty((WAYS, WORDS, n), np.uint64)
+    safe = np.empty_like(wide)
     misses = np.empty((2, WAYS, n), np.uint64)  # steps of the wide and of the safe flood without a bean
     areas = np.empty((3, WAYS, n), np.uint64)  # of the wide flood, the safe one, and the safe one half-way
     _draw_sets(boards, first, free, beans, heads)
