@@ -61,7 +61,10 @@ class Played(NamedTuple):
 
 
 def play(search: Search, other: Player, side: int, game: Game) -> list[Played]:
-    """Play new boards to their end; return what came of it for each team that searches."""
+    """Play new boards to their end; return what came of it for each team that searches.
+
+    What the critic expects at the end is added to the returns.
+    """
     teams = [side, 1 - side] if isinstance(other, Search) else [side]
     seen = {team: [] for team in teams}
     gains = []  # of team A on team B
@@ -82,7 +85,7 @@ def play(search: Search, other: Player, side: int, game: Game) -> list[Played]:
         returns = np.array(gains, np.float64) * (1 - 2 * team)
         own = search.look(game.boards, team)
         with torch.no_grad():
-            later = expect(search.critic, search.actor(own), own).numpy()  # after the end
+            later = expect(search.critic, search.actor(own), own).numpy()
         for step in reversed(returns):
             step += GAMMA * later
             later = step

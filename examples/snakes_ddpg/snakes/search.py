@@ -136,7 +136,10 @@ def expect(critic: Critic, chances: torch.Tensor, seen: torch.Tensor) -> torch.T
 
 
 def load_player(path: Path, depth: int = DEPTH) -> Policy:
-    """Load the player in a file `actor_*.pth`, which searches, unless the depth is 0, with the critics beside it."""
+    """Load the player in a file `actor_*.pth`, which searches, unless the depth is 0, with the critics beside it.
+
+    Raise a FileNotFoundError if there is no such file, or no critic, a ValueError if they do not fit.
+    """
     actor = load_network(Actor, path)
     if depth == 0:
         return Policy(actor)

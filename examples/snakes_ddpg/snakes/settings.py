@@ -125,7 +125,7 @@ def _make_parser() -> argparse.ArgumentParser:
     strategy = "opponent_difficulty_strategy"
     either(f"--{strategy}", const="opponent", choices=(MIXED, *LADDERS), default=MIXED, help=text)
     players = (*OPPONENTS, *map(str, range(len(LEVELS))))
-    either("--opponent", const=strategy, choices=players, help="instead: a player, or a difficulty, for all the time")
+    either("--opponent", const=strategy, choices=players, help="instead: one player or difficulty, all the time")
     add("--enable_opponent_evasion", action="store_true", help="play against the evasive opponent later on")
     text = "when: an episode, from 1, global, or per rank with --max_episodes; or with a point, a part of the run: 0.8"
     add("--opponent_evasion_start_episode", type=_episode_or_part, default=40_000, metavar="E", help=text)
@@ -137,13 +137,8 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--eval_interval", type=count, default=5000, help="episodes, global, between evaluations")
     add("--eval_games", type=count, default=100, help="games with each of the ladder, global, on both sides in turn")
     add("--runs_folder", type=Path, default=runs.ROOT, help="where the runs' folders are")
-    add(
-        "--resume",
-        nargs="?",
-        const="latest",
-        metavar="RUN",
-        help="go on with a run: its number or folder, else the latest",
-    )
+    text = "go on with a run: a number, a folder, or latest, which it is without a value"
+    add("--resume", nargs="?", const="latest", metavar="RUN", help=text)
     add("--load_model", action="store_true", help="begin a new run with an old one's weights, by default the latest's")
     add("--load_model_run", type=count, metavar="N", help="the run whose weights to load")
     text = "and the episode, or the last one saved before it; by default its best, else its last"
