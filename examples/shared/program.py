@@ -112,8 +112,8 @@ def check_shape(setting: str, found: object, expected: Sequence[int], names: str
 class Parser(argparse.ArgumentParser):
     """Parse a command line, ignoring arguments that launchers add: the environment has the same values."""
 
-    def __init__(self, description: str) -> None:
-        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    def __init__(self, description: str, formatter: Any = argparse.RawDescriptionHelpFormatter) -> None:
+        super().__init__(description=description, formatter_class=formatter)
         self.add_argument("--local-rank", "--local_rank", "--launcher", "--dist", help=argparse.SUPPRESS)
 
     def error(self, message: str) -> NoReturn:

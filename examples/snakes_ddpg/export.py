@@ -10,13 +10,9 @@ which moves all three snakes and takes at most half a second on a busy machine, 
 the platform allows two seconds and 500 MB.
 """
 
-from __future__ import annotations
-
 import argparse
 import base64
 import logging
-import math
-import os
 import runpy
 import sys
 import textwrap
@@ -32,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # where `shared` is, which a
 from shared.program import Parser, one_message, user_error
 from snakes.game import COLUMNS, NONE, ROWS, SNAKES, Game
 from snakes.opponents import OPPONENTS
-from snakes.runs import parse
+from snakes.runs import parse, replacing
 from snakes.search import DEPTH, Policy, Search, load_player
 
 TEMPLATE = Path(__file__).parent / "snakes" / "submission_template.py"
@@ -41,8 +37,9 @@ CHECKED = 100  # steps on each side for which a submission has to play as the mo
 
 
 def read_settings() -> argparse.Namespace:
-    parser = Parser("Writes a trained model as a submission for the competition platform.")
-    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    parser = Parser(
+        "Writes a trained model as a submission for the competition platform.", argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("model", help="path of an actor_*.pth, a run's folder, runN, runN:EPISODE, or latest")
     parser.add_argument("--output", type=Path, default=Path("submission.py"), help="the file to write")
     text = "steps that it looks ahead; 0: play as the actor alone does"
@@ -74,8 +71,8 @@ def packed(network: torch.nn.Module) -> str:
 def observations(game: Game, b: int, before: np.ndarray | None) -> list[dict[Any, Any]]:
     """Make what the platform tells each snake of board `b`, with its keys and types.
 
-    As there, the coordinates of beans are NumPy's integers and those of snakes Python's, all six
-    are handed the same lists, and the last directions are the headings of the step `before`.
+    As there, the coordinates of beans are NumPy's integers and those of snakes Python's, all six are handed the same
+    lists, and the last directions are the headings of the step `before`.
     """
     beans = game.boards.beans[b][game.boards.beans[b] != NONE].astype(np.int64)
     told: dict[Any, Any] = {1: [[cell // COLUMNS, cell % COLUMNS] for cell in beans]}
@@ -87,16 +84,12 @@ def observations(game: Game, b: int, before: np.ndarray | None) -> list[dict[Any
 
 
 def check(path: Path, policy: Policy) -> tuple[int, float]:
-    """Play half a game with the written file on each side, against random moves.
+    """Play half a game with the written file on each side, against random moves: moves, and seconds of the slowest.
 
-    Returns:
-        Moves, and the seconds that the slowest of them took.
-
-    Raises:
-        ValueError: If anything raises inside it, or it does not play as the policy does.
+    Raise a ValueError if anything raises inside the file, or it does not play as the policy does.
     """
     submission = runpy.run_path(str(path))
-    submission["my_controller"].__globals__["SECONDS"] = math.inf  # however busy this machine is
+    submission["my_controller"].__globals__["SECONDS"] = np.inf  # however busy this machine is
     moves = 0
     differ = 0
     slowest = 0.0
@@ -135,13 +128,9 @@ def main(args: argparse.Namespace) -> None:
         raise FileNotFoundError(f"cannot write {args.output}: there is no folder {args.output.parent}")
     model = parse(args.model)
     policy = load_player(model, args.depth)
-    unchecked = args.output.with_name(f"{args.output.name}.tmp")
-    try:
+    with replacing(args.output) as unchecked:
         write(policy, args.seconds, unchecked)
         moves, seconds = check(unchecked, policy)
-        os.replace(unchecked, args.output)
-    finally:
-        unchecked.unlink(missing_ok=True)
     size = args.output.stat().st_size / 1000
     print(f"{args.output} plays as {model} in {moves} moves: {size:.0f} kB, at most {1000 * seconds:.0f} ms per call")
 

@@ -11,8 +11,6 @@ A player is a scripted opponent by its name, a difficulty from 0 to 4, or a trai
 greedy wins 99 % of its games against random; 400 games take a second, after some that it needs to start.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import signal
@@ -39,8 +37,7 @@ AT_ONCE = 128  # games between two moves of the progress bar
 
 
 def read_settings() -> argparse.Namespace:
-    parser = Parser("Lets players meet on the snakes' board.")
-    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    parser = Parser("Lets players meet on the snakes' board.", argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("players", nargs="+", metavar="player", help="who meets each of those that follow; greedy if none follows")
     add("--games", type=int, default=400, help="to play per pair, half of them on either side")
@@ -60,13 +57,7 @@ def read_settings() -> argparse.Namespace:
 
 
 def player(name: str, depth: int = DEPTH) -> Player:
-    """Find a scripted opponent by its name or difficulty, or a trained model, see `runs.parse()`.
-
-    A model plays with a search of this depth, at 0 without.
-
-    Raises:
-        UserError: If there is none; the message lists those there are.
-    """
+    """Find a scripted opponent by its name or difficulty, or a trained model, which searches if the depth is not 0."""
     try:
         if name in OPPONENTS or name.isdecimal():
             return get(name)

@@ -7,15 +7,11 @@ From the folder above, on one process; on two; with a public guide's settings; g
     ./train_ddp.sh --preset guide-c
     ./train_ddp.sh --resume
 
-What to expect: README.md, beside `train_ddp.sh`, has the measured results. Ctrl-C saves, and ends
-all ranks.
+What to expect: README.md, beside `train_ddp.sh`, has the measured results. Ctrl-C saves, and ends all ranks.
 
-`main()` is the program. A step of training is three calls in it: `play()` and `sample()` of
-`snakes/collector.py`, and the update of `snakes/ddpg.py`, which is started, and finished one step of
-the boards later.
+`main()` is the program. A step of training is three calls in it: `play()` and `sample()` of `snakes/collector.py`, and
+the update of `snakes/ddpg.py`, which is started, and finished one step of the boards later.
 """
-
-from __future__ import annotations
 
 import argparse
 import dataclasses
@@ -29,29 +25,19 @@ from statistics import mean
 
 import numpy as np
 import torch
-from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # where `shared` is, which all trainers share
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from shared.boards import Boards
 from shared.program import one_message, user_error
 from snakes import opponents, runs
 from snakes.collector import Collector
 from snakes.ddpg import DDPG, Actor, Critic, computes_in_bfloat16, load_network
 from snakes.evaluation import Result, play_games
 from snakes.search import Policy
-from snakes.settings import (
-    MIXED,
-    ROUND,
-    describe,
-    epsilon_at,
-    go_on,
-    model_name,
-    opponent_at,
-    read_settings,
-    resolve,
-)
+from snakes.settings import MIXED, ROUND, describe, epsilon_at, go_on, model_name, opponent_at, read_settings, resolve
 
 import ddpkit
 
@@ -74,8 +60,7 @@ def prepare(settings: argparse.Namespace, world_size: int) -> argparse.Namespace
                 f"{folder} goes on with --hidden {saved['hidden']}, not {settings.hidden}: start a new run"
             )
     settings = resolve(settings, world_size)
-    replay = make_collector(settings, 0, 0).replay
-    replay.ready(settings.batch_per_rank)  # raises, as the line before, if it never can be
+    make_collector(settings, 0, 0).replay.ready(settings.batch_per_rank)  # raises if it never can be
     if settings.load_model:
         settings.models = find_weights(settings)
     if not settings.resume:
@@ -127,7 +112,7 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: ddpkit.Sto
     total = Counter(dict.fromkeys(COUNTERS, 0))
     best = -1.0
     if settings.resume:
-        saved = checkpoints.load_latest(**agent.parts())
+        saved = checkpoints.load_latest(**agent.parts)
         total = Counter(saved["total"])
         best = saved["best"]
         ranks = f"saved by {saved['ranks']} rank(s) and now on {settings.world_size}"
@@ -147,9 +132,7 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: ddpkit.Sto
     seed = ddpkit.sample_seed(settings.seed, 2 + job.rank, total["environment_steps"])
     rng = np.random.default_rng(seed)  # draws this rank's batches
 
-    writer = None
-    if ddpkit.is_main_process():
-        writer = SummaryWriter(settings.folder, purge_step=total["episodes"] + 1)
+    curves = Boards(total["episodes"], settings.folder, wandb=None)
     hides_bar = None if ddpkit.is_main_process() else True  # None: on a terminal it is shown
     bar = tqdm(total=settings.episodes, initial=total["episodes"], unit="episode", disable=hides_bar)
     news = Counter()  # sums over all ranks since the last report
@@ -192,11 +175,11 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: ddpkit.Sto
         bar.update(sums["episodes"])
 
         if is_due(settings.log_interval, episode, total, finished) and news["episodes"]:
-            report(writer, total, news, epsilon, opponent)
+            report(curves, total, news, epsilon, opponent)
             news.clear()
         if is_due(settings.eval_interval, episode, total, finished):
             results = evaluate(agent, settings, job)
-            report_evaluation(writer, total, results)
+            report_evaluation(curves, total, results)
             surely = mean([result.win_rate - result.standard_error for result in results.values()])
             if surely > best:
                 best = surely
@@ -205,18 +188,10 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: ddpkit.Sto
             ddpkit.check_replicas([agent.networks, agent.targets], agent.optimizer)
             name = model_name(settings, total["episodes"], stop)
             ddpkit.run_on_main(runs.save_models, settings.folder, name, *agent.states())
-            checkpoints.save(
-                total["optimiser_steps"],
-                **agent.parts(),
-                total=dict(total),
-                best=best,
-                ranks=settings.world_size,
-            )
+            progress = {"total": dict(total), "best": best, "ranks": job.world_size}
+            checkpoints.save(total["optimiser_steps"], **agent.parts, **progress)
     bar.close()
     summarize(settings, total, before, time.monotonic() - start)
-
-
-# What `main()` begins with
 
 
 def make_collector(settings: argparse.Namespace, rank: int, environment_steps: int) -> Collector:
@@ -240,9 +215,6 @@ def warm_up() -> None:
     collector.replay.sample(2, np.random.default_rng(0), torch.device("cpu"))
 
 
-# What it does at intervals
-
-
 def is_due(interval: int, episode: int, total: Counter, finished: bool) -> bool:
     """Tell if a multiple of an interval lies between the last look at the episodes and this one, or the run is over."""
     return finished or total["episodes"] // interval > episode // interval
@@ -250,63 +222,52 @@ def is_due(interval: int, episode: int, total: Counter, finished: bool) -> bool:
 
 def evaluate(agent: DDPG, settings: argparse.Namespace, job: ddpkit.Context) -> dict[str, Result]:
     """Play the evaluation's games, of which every rank takes a share; return results by opponent. Collective."""
-    share = np.array_split(np.arange(settings.eval_games), job.world_size)[job.rank]
-    first = int(share[0]) if len(share) else 0
+    first, end = (settings.eval_games * rank // job.world_size for rank in (job.rank, job.rank + 1))
     mine = {}
     for name in opponents.LADDER:
-        result = play_games(Policy(agent.actor), opponents.get(name), len(share), seed=EVALUATION_SEED, first=first)
+        result = play_games(Policy(agent.actor), opponents.get(name), end - first, seed=EVALUATION_SEED, first=first)
         mine[name] = dataclasses.astuple(result)
     return {name: Result(*sums) for name, sums in ddpkit.all_reduce(mine).items()}
 
 
-# What it says
-
-
-def report(writer: SummaryWriter | None, total: Counter, news: Counter, epsilon: float, opponent: str | int) -> None:
+def report(curves: Boards, total: Counter, news: Counter, epsilon: float, opponent: str | int) -> None:
     """Report means over the episodes since the last report, of all ranks."""
     episodes = news["episodes"]
     updates = max(news["updates"], 1)
     snakes = {name: news[name] / episodes for name in ("snake_1", "snake_2", "snake_3")}
-    reward = sum(snakes.values())
-    losses = {"actor": news["a_loss"] / updates, "critic": news["c_loss"] / updates}
-    rates = {
-        "win_rate": news["wins"] / episodes,
-        "opponent": news["opponent"] / episodes,
-        "deaths": news["deaths"] / news["environment_steps"] * 200,
-    }
     progress = {name: total[name] for name in COUNTERS if name != "episodes"}
+    values = {
+        **{f"reward/{name}": value for name, value in snakes.items()},
+        "reward/total": sum(snakes.values()),
+        "loss/actor": news["a_loss"] / updates,
+        "loss/critic": news["c_loss"] / updates,
+        "play/win_rate": news["wins"] / episodes,
+        "play/opponent": news["opponent"] / episodes,
+        "play/deaths": news["deaths"] / news["environment_steps"] * 200,
+        "progress/epsilon": epsilon,
+        **{f"progress/{name}": value for name, value in progress.items()},
+    }
     log.info(
-        f"[Episode {total['episodes']:05d}] total_reward: {reward:.1f} epsilon: {epsilon:.2f} [v3.0] "
+        f"[Episode {total['episodes']:05d}] total_reward: {values['reward/total']:.1f} epsilon: {epsilon:.2f} [v3.0] "
         f"difficulty: {opponent}\n"
         f"\t{' '.join(f'{name}: {value:.1f}' for name, value in snakes.items())}\n"
-        f"\ta_loss {losses['actor']:.3f} c_loss {losses['critic']:.3f}\n"
-        f"\twin_rate {rates['win_rate']:.2f} opponent_reward {rates['opponent']:.1f}"
+        f"\ta_loss {values['loss/actor']:.3f} c_loss {values['loss/critic']:.3f}\n"
+        f"\twin_rate {values['play/win_rate']:.2f} opponent_reward {values['play/opponent']:.1f}"
         f" {' '.join(f'{name} {value}' for name, value in progress.items())}"
     )
-    write(writer, total, "reward", {**snakes, "total": reward})
-    write(writer, total, "loss", losses)
-    write(writer, total, "play", rates)
-    write(writer, total, "progress", {"epsilon": epsilon, **progress})
+    curves.add(values, total["episodes"])
 
 
-def report_evaluation(writer: SummaryWriter | None, total: Counter, results: dict[str, Result]) -> None:
+def report_evaluation(curves: Boards, total: Counter, results: dict[str, Result]) -> None:
     """Report what came of an evaluation's games."""
     for opponent, result in results.items():
         log.info("evaluation after episode %d, against %s: %s", total["episodes"], opponent, result)
     win_rate = mean([result.win_rate for result in results.values()])
     log.info("evaluation after episode %d: mean win rate %.3f", total["episodes"], win_rate)
-    rates = {f"win_rate_{opponent}": result.win_rate for opponent, result in results.items()}
-    score = mean([result.lead for result in results.values()])
-    write(writer, total, "evaluation", {"win_rate": win_rate, "score": score, **rates})
-
-
-def write(writer: SummaryWriter | None, total: Counter, tag: str, values: dict[str, float]) -> None:
-    """Write values for TensorBoard, if this is the main process."""
-    if writer is None:
-        return
-    for name, value in values.items():
-        writer.add_scalar(f"{tag}/{name}", value, total["episodes"])
-    writer.flush()
+    values = {f"evaluation/win_rate_{opponent}": result.win_rate for opponent, result in results.items()}
+    values["evaluation/win_rate"] = win_rate
+    values["evaluation/score"] = mean([result.lead for result in results.values()])
+    curves.add(values, total["episodes"])
 
 
 def summarize(settings: argparse.Namespace, total: Counter, before: Counter, seconds: float) -> None:

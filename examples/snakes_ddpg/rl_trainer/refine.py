@@ -5,12 +5,9 @@ From the folder above, on one process; on two::
     python rl_trainer/refine.py latest
     torchrun --nproc_per_node=2 rl_trainer/refine.py latest
 
-Beside the model it writes `actor_refined.pth`, which is the same actor, `critic_refined.pth` and
-`rival_refined.pth`: a search values a board by the mean of the first critic over its team, less
-that of the second one over the rivals.
+Beside the model it writes `actor_refined.pth`, which is the same actor, `critic_refined.pth` and `rival_refined.pth`: a
+search values a board by the mean of the first critic over its team, less that of the second one over the rivals.
 """
-
-from __future__ import annotations
 
 import argparse
 import logging
@@ -43,8 +40,7 @@ WANDER = 0.02  # part of the moves to any free cell, so that the critics see wha
 
 
 def read_settings() -> argparse.Namespace:
-    parser = Parser("Fits critics to a trained model's play with its search.")
-    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    parser = Parser("Fits critics to a trained model's play with its search.", argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("model", help="path of an actor_*.pth, a run's folder, runN, runN:EPISODE, or latest")
     add("--games", type=int, default=1280, help="to learn from, global")
@@ -142,7 +138,6 @@ def fit(search: Search, parts: list[Played], settings: argparse.Namespace, games
     optimizer = torch.optim.Adam(networks.parameters(), lr=settings.lr)
     rng = np.random.default_rng(ddpkit.sample_seed(settings.seed, 4, 0))
     steps = max(1, settings.epochs * len(parts) * settings.episode_length * games // settings.batch)
-    report = max(1, steps // settings.epochs)
     for step in range(1, steps + 1):
         optimizer.param_groups[0]["lr"] = settings.lr * (1 - (step - 1) / steps)
         both, returns = draw_rows(parts, rng, settings.batch, games, mine)
@@ -156,7 +151,7 @@ def fit(search: Search, parts: list[Played], settings: argparse.Namespace, games
         ddpkit.average_gradients(networks)
         nn.utils.clip_grad_norm_(networks.parameters(), 1.0)
         optimizer.step()
-        if step % report == 0:
+        if step % max(1, steps // settings.epochs) == 0:
             error = ddpkit.all_reduce_mean(error.detach())
             log.info("step %d of %d: mean squared error %.2f", step, steps, error)
     ddpkit.check_replicas(networks, optimizer)

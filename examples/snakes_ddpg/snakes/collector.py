@@ -1,7 +1,5 @@
 """Play this rank's share of the boards, remember what the snakes of team A lived, and draw batches from it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -22,15 +20,11 @@ MATES = 3  # snakes of that team
 class Collector:
     """Hold boards and their replay.
 
-    The boards start at different times of an episode, so that a batch holds all parts of one. A
-    board's first, shorter episode is not counted.
+    The boards start at different times of an episode, so that a batch holds all parts of one. A board's first, shorter
+    episode is not counted.
 
     Args:
-        boards: Numbers of this rank's boards among all, which has each play the same game on
-            whatever rank.
-        total: Number of all boards.
-        seed: Of all boards.
-        episode_length: In steps.
+        boards: Numbers of this rank's boards among all `total`; a number plays the same game on any rank.
         transitions: Of single snakes that the replay holds.
     """
 
@@ -52,9 +46,8 @@ class Collector:
             epsilon: Part of the moves of team A that is random.
 
         Returns:
-            Sums over this rank's boards: `environment_steps`; `deaths` of the team in these steps;
-            and over the episodes that ended, `episodes`, `wins`, the rewards `snake_1` to `snake_3`
-            and the `opponent`'s reward.
+            Sums over this rank's boards: `environment_steps` and the team's `deaths` in them; over the episodes that
+            ended, `episodes`, `wins`, the rewards `snake_1` to `snake_3` and the `opponent`'s reward.
         """
         game = self.game
         replay = self.replay
@@ -64,7 +57,12 @@ class Collector:
         probabilities = actor(torch.from_numpy(replay.seen[at]).to(device)).cpu().numpy()
         explore(game.boards, TEAM, probabilities, epsilon, replay.ways[at], self._actions)
         for place, player in enumerate(players):
-            self._ask(player, np.flatnonzero(self._numbers % len(players) == place))
+            which = np.flatnonzero(self._numbers % len(players) == place)
+            boards = game.boards.pick(which)
+            actions = np.empty((len(which), SNAKES), np.uint8)
+            player(boards, 1 - TEAM, actions)
+            self._actions[which, 3:] = actions[:, 3:]
+            game.boards.streams[which] = boards.streams
 
         over = game.done.copy()  # at the moment before: these boards show their end now, and begin an episode
         game.step(self._actions)
@@ -87,14 +85,6 @@ class Collector:
             snake_3=int(gains[:, 2].sum()),
             opponent=int(theirs.sum()),
         )
-
-    def _ask(self, player: Player, which: np.ndarray) -> None:
-        """Have a player move team B on some of the boards, by their places."""
-        boards = self.game.boards.pick(which)
-        actions = np.empty((len(which), SNAKES), np.uint8)
-        player(boards, 1 - TEAM, actions)
-        self._actions[which, 3:] = actions[:, 3:]
-        self.game.boards.streams[which] = boards.streams
 
 
 @njit(cache=True, nogil=True)
@@ -129,17 +119,10 @@ class Batch(NamedTuple):
 class Replay:
     """Hold the last moments of all boards of this rank, in a ring.
 
-    A moment is what each snake sees, the way it takes, and what that brings its team. A board that
-    was done at the moment before only shows its end there and starts a new episode: nobody moves,
-    the moment ends a transition but begins none.
+    A moment is what each snake sees, the way it takes, and what that brings its team. A board that was done at the
+    moment before only shows its end and starts a new episode: the moment ends a transition but begins none.
 
-    Args:
-        moments: How many fit.
-        boards: On this rank.
-
-    Raises:
-        ValueError: If fewer than three fit; of two the first may be the one at which no board
-            moves.
+    Raise a ValueError if fewer than three `moments` fit: of two the first may be the one at which no board moves.
     """
 
     def __init__(self, moments: int, boards: int) -> None:
@@ -165,11 +148,7 @@ class Replay:
         return (self.count - 1) % len(self.seen)
 
     def ready(self, size: int) -> bool:
-        """Tell if it holds as many transitions as a batch needs; alike on every rank.
-
-        Raises:
-            ValueError: If it never can.
-        """
+        """Tell if it holds as many transitions as a batch needs, alike on every rank; raise if it never can."""
         moments, boards = self.moved.shape
         if size > self.ways.size:
             raise ValueError(

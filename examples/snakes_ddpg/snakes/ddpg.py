@@ -1,13 +1,10 @@
 """Define the networks, and train them: one actor and one critic for the three snakes, and their update.
 
-It comes from DDPG (Lillicrap et al., arXiv:1509.02971), of which are the replay, the target
-networks and an actor that climbs what the critic says. But an action is one of three ways to go,
-and the critic takes none: it gives each way its value. So the critic's target is that of expected
-SARSA, and the actor's gradient the sum over all actions of Mean Actor-Critic (Allen et al.,
-arXiv:1709.00503). The README lists all departures, and why.
+The replay, the target networks and an actor that climbs what the critic says are those of DDPG (Lillicrap et al.,
+arXiv:1509.02971). But an action is one of three ways to go, and the critic takes none: it gives each way its value. So
+its target is that of expected SARSA, and the actor's gradient the sum over all actions of Mean Actor-Critic (Allen et
+al., arXiv:1709.00503).
 """
-
-from __future__ import annotations
 
 import re
 from contextlib import ExitStack
@@ -27,9 +24,8 @@ from .features import FEATURES, WAYS
 class Perceptron(nn.Sequential):
     """Map FEATURES -> hidden -> hidden -> WAYS, with ReLU between.
 
-    With `bfloat16` set, the second layer computes in it, from float32 weights, which a CPU that has it
-    does in a third of the time. The others stay in float32: in bfloat16 the first one, which sees the
-    features, makes weaker players, and for the last one two ways may be almost as good.
+    With `bfloat16` set, the second layer computes in it, from float32 weights, in a third of the time on a CPU that has
+    it. In bfloat16 the first layer would make weaker players, and to the last one two ways may be almost as good.
     """
 
     def __init__(self, hidden: int) -> None:
@@ -73,12 +69,7 @@ class Actor(nn.Module):
 
 
 class Critic(nn.Module):
-    """Map what snakes see, float32 of shape (..., FEATURES), to the ways' values, (..., WAYS).
-
-    It takes no action, as a critic of DDPG does, but gives all their values at once. The expected
-    value of the actor's probabilities is `(values * probabilities).sum(-1)`; its gradient in them
-    is `values` itself.
-    """
+    """Map what snakes see, float32 of shape (..., FEATURES), to the ways' values, (..., WAYS)."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -91,9 +82,7 @@ class Critic(nn.Module):
 def load_network(kind: type[nn.Module], path: Path, hidden: int | None = None) -> nn.Module:
     """Load an Actor or a Critic from a file that holds its state dict, of whatever width if none is given.
 
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If it holds anything else, or a network of other shapes.
+    Raise a FileNotFoundError if there is no such file, a ValueError if it holds anything else, or other shapes.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}: a run keeps its models in its folder trained_model")
@@ -126,23 +115,20 @@ class DDPG:
         bfloat16: bool = False,
     ) -> None:
         self.hidden = hidden
-        self.actor = Actor(hidden).to(device)
-        self.critic = Critic(hidden).to(device)
+        self.actor = Actor(hidden)
+        self.critic = Critic(hidden)
         self.actor.layers.bfloat16 = self.critic.values.bfloat16 = bfloat16
-        self.networks = nn.ModuleList([self.actor, self.critic])
+        self.networks = nn.ModuleList([self.actor, self.critic]).to(device)
         self.targets = deepcopy(self.networks).requires_grad_(False)  # not averaged: they follow alike
-        actor = {"params": self.actor.parameters(), "lr": a_lr}
-        critic = {"params": self.critic.parameters(), "lr": c_lr}
-        self.optimizer = torch.optim.Adam([actor, critic], fused=True)
+        groups = [{"params": self.actor.parameters(), "lr": a_lr}, {"params": self.critic.parameters(), "lr": c_lr}]
+        self.optimizer = torch.optim.Adam(groups, fused=True)
+        self.parts = {"networks": self.networks, "targets": self.targets, "optimizer": self.optimizer}  # to be saved
         self.gamma = gamma
         self.tau = tau
         self._update = ExitStack()  # what is left to do of the update that was started
 
     def losses(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the actor's and the critic's loss, means over the batch.
-
-        The gradients of each are those of its own network alone.
-        """
+        """Compute the actor's and the critic's loss, means over the batch, each with its own network's gradients."""
         target_actor, target_critic = self.targets
         with torch.no_grad():
             later = target_actor(batch.later) * target_critic(batch.later)
@@ -158,13 +144,8 @@ class DDPG:
     def start_update(self, batch: Batch) -> torch.Tensor:
         """Start an optimiser step: compute the gradients, and send them to the other ranks. Collective.
 
-        Until `finish_update()` the weights are those before the step, and may be used to play on.
-
-        Args:
-            batch: This rank's rows, as many on every rank.
-
-        Returns:
-            This rank's losses of actor and critic, of shape (2,).
+        Take as many rows on every rank; return this rank's losses of actor and critic, of shape (2,). Until
+        `finish_update()` the weights are those before the step, and may be used to play on.
         """
         actor_loss, critic_loss = self.losses(batch)
         self.optimizer.zero_grad()
@@ -184,20 +165,12 @@ class DDPG:
         with torch.no_grad():
             torch._foreach_lerp_(list(self.targets.parameters()), list(self.networks.parameters()), self.tau)
 
-    def parts(self) -> dict[str, Any]:
-        """Name the parts that a checkpoint holds."""
-        return {"networks": self.networks, "targets": self.targets, "optimizer": self.optimizer}
-
     def states(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the weights of actor and critic, to be saved."""
         return self.actor.state_dict(), self.critic.state_dict()
 
     def load(self, actor: Path, critic: Path) -> None:
-        """Begin with the weights of two files `actor_*.pth` and `critic_*.pth`, the targets too.
-
-        Raises:
-            ValueError: If they do not fit.
-        """
+        """Begin with the weights of two files, the targets too; raise a ValueError if they do not fit."""
         self.actor.load_state_dict(load_network(Actor, actor, self.hidden).state_dict())
         self.critic.load_state_dict(load_network(Critic, critic, self.hidden).state_dict())
         self.targets.load_state_dict(self.networks.state_dict())

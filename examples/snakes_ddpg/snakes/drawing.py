@@ -1,7 +1,5 @@
 """Draw a game, in the terminal and as an animated GIF, from frames: a frame is one moment of one board."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +13,6 @@ CODES = (75, 80, 120, 203, 215, 211)  # the same in a terminal of 256 colours
 BOARD = "#1c212c"
 BEAN = "#ffeca0"
 TEXT = "#e8e8e8"
-EYE = "#000000"
 SIZE = 24  # of a cell, in pixels
 ARROWS = "^v<>"  # by heading
 
@@ -79,7 +76,7 @@ def _picture(frame: Frame, names: Sequence[str]) -> Image.Image:
         for cell in body:
             draw.rectangle(_box(cell, 1), colour)
         for head in body[:1]:
-            draw.ellipse(_box(head, SIZE // 3), EYE)
+            draw.ellipse(_box(head, SIZE // 3), "black")
     return image
 
 

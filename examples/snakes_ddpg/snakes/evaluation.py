@@ -1,7 +1,5 @@
 """Let players meet, and count the games on both sides."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import astuple, dataclass
 
@@ -13,10 +11,7 @@ from .opponents import Player
 
 @dataclass(frozen=True)
 class Result:
-    """Count what came of some games for the first player; the fields are sums, so that results can be added.
-
-    The ranks' results become one by `Result(*ddpkit.all_reduce(dataclasses.astuple(result)))`.
-    """
+    """Count what came of some games for the first player; the fields are sums, so that results can be added."""
 
     games: int = 0
     wins: int = 0
@@ -24,7 +19,7 @@ class Result:
     score: int = 0  # length gained by the end of a game, over all games
     other_score: int = 0  # of the second player
 
-    def __add__(self, other: Result) -> Result:
+    def __add__(self, other: "Result") -> "Result":
         return Result(*(mine + yours for mine, yours in zip(astuple(self), astuple(other), strict=True)))
 
     def __str__(self) -> str:
@@ -57,9 +52,8 @@ class Result:
 def play_games(player: Player, other: Player, games: int, *, seed: int = 0, first: int = 0) -> Result:
     """Play whole games of 200 steps; the larger score at the end wins.
 
-    Games 2k and 2k + 1 begin alike, with `player` as team A in the one and as team B in the other.
-    A game depends on the seed and its number alone: games 0 to 99 on one rank and 100 to 199, of
-    which 100 is the `first`, on another add up to 200 on one.
+    Games 2k and 2k + 1 begin alike, with `player` as team A in the one and as team B in the other. A game depends on
+    the seed and its number alone: 100 games on one rank, and 100 of which 100 is the `first`, add up to 200 on one.
     """
     end = first + games
     sides = range((first + 1) // 2, (end + 1) // 2), range(first // 2, end // 2)

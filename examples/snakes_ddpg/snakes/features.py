@@ -1,16 +1,12 @@
 """Compute what a snake sees: numbers about each way it can go, alike however the board is turned or shifted, by Numba.
 
-A snake goes left, straight on or right, seen along its heading. For each of these ways two floods
-spread from the cell it leads to, step by step over free cells and around the borders: a wide one,
-and a safe one that stays off every cell that another snake could reach as early. They tell how near
-the next bean is and how much room there is, as a snake with bodies and rivals in its way would find
-out.
+A snake goes left, straight on or right, seen along its heading. For each of these ways two floods spread from the cell
+it leads to, step by step over free cells and around the borders: a wide one, and a safe one that stays off every cell
+that another snake could reach as early. They tell how near the next bean is and how much room there is.
 
-A set of cells is held in five 64-bit words of two rows each, and every loop runs over all boards, so
-that the compiler can put several boards into one vector instruction. Arrays of sets are (5, n), uint64.
+A set of cells is held in five 64-bit words of two rows each, and every loop runs over all boards, so that the compiler
+can put several boards into one vector instruction. Arrays of sets are (5, n), uint64.
 """
-
-from __future__ import annotations
 
 import numpy as np
 from numba import njit
@@ -68,14 +64,6 @@ def spread(cells, open_cells):
         cells[4, b] = c4 | (around(c3, c4, c0) & open_cells[4, b])
 
 
-@njit(cache=True)
-def remove(cells, others, rest):
-    """Fill `rest` with the cells that are not among the others', all (5, n)."""
-    for w in range(WORDS):
-        for b in range(cells.shape[1]):
-            rest[w, b] = cells[w, b] & ~others[w, b]
-
-
 @njit(inline="always")
 def count(word):
     """Count the set bits of one word of at most 40."""
@@ -86,9 +74,6 @@ def count(word):
     word = (word & m2) + ((word >> np.uint64(2)) & m2)
     word = (word + (word >> np.uint64(4))) & m4
     return (word * np.uint64(0x0101010101010101)) >> np.uint64(56)
-
-
-# What a snake sees
 
 
 @njit(cache=True)
@@ -109,15 +94,17 @@ def _measure(cells, area):
 
 
 @njit(cache=True)
-def _draw_sets(boards, first, free, beans):
-    """Fill the sets of free cells and of beans, both (5, n). A tail that surely leaves in this step counts as free."""
+def _draw_sets(boards, first, free, beans, heads):
+    """Fill the sets (5, n) of free cells, beans and heads. A tail that surely leaves in this step counts as free."""
     free[:] = ALL
     beans[:] = 0
+    heads[:] = 0
     for b in range(free.shape[1]):
         board = first + b
         for s in range(SNAKES):
             length = np.int64(boards.lengths[board, s])
             head = segment(boards, board, s, 0)
+            heads[WORD[head], b] |= BIT[head]
             for way in range(4):
                 if boards.cells[board, NEXT[head, way]] == BEAN:
                     break
@@ -130,17 +117,6 @@ def _draw_sets(boards, first, free, beans):
             if boards.beans[board, i] != NONE:
                 cell = boards.beans[board, i]
                 beans[WORD[cell], b] |= BIT[cell]
-
-
-@njit(cache=True)
-def _draw_heads(boards, first, but, heads):
-    """Fill the sets (5, n) of all heads but one snake's."""
-    heads[:] = 0
-    for b in range(heads.shape[1]):
-        for s in range(SNAKES):
-            if s != but:
-                cell = segment(boards, first + b, s, 0)
-                heads[WORD[cell], b] |= BIT[cell]
 
 
 @njit(cache=True)
@@ -163,22 +139,25 @@ def observe(boards, team, seen):
 def _observe(boards, team, first, seen):
     """Observe a block of boards that begins with number `first`."""
     n = len(seen)
-    free = np.empty((WORDS, n), np.uint64)
-    beans = np.empty((WORDS, n), np.uint64)
-    others = np.empty_like(free)
-    calm = np.empty_like(free)
+    sets = np.empty((5, WORDS, n), np.uint64)  # to unpack it would hide from Numba that its parts are contiguous
+    free, beans, heads, others, calm = sets[0], sets[1], sets[2], sets[3], sets[4]
     wide = np.empty((WAYS, WORDS, n), np.uint64)
-    safe = np.empty((WAYS, WORDS, n), np.uint64)
+    safe = np.empty_like(wide)
     misses = np.empty((2, WAYS, n), np.uint64)  # steps of the wide and of the safe flood without a bean
     areas = np.empty((3, WAYS, n), np.uint64)  # of the wide flood, the safe one, and the safe one half-way
-    _draw_sets(boards, first, free, beans)
+    _draw_sets(boards, first, free, beans, heads)
     for k in range(3):
         s = 3 * team + k
-        _draw_heads(boards, first, s, others)
+        others[:] = heads
+        for b in range(n):
+            own = segment(boards, first + b, s, 0)
+            others[WORD[own], b] ^= BIT[own]
         misses[:] = 0
         for step in range(1, DEPTH + 1):
             spread(others, free)
-            remove(free, others, calm)
+            for w in range(WORDS):
+                for b in range(n):
+                    calm[w, b] = free[w, b] & ~others[w, b]
             for way in range(WAYS):
                 if step == 1:
                     _draw_way(boards, first, s, way, free, wide[way])
@@ -232,12 +211,9 @@ def _describe_way(boards, b, s, way, free, misses, areas, features):
 @njit(cache=True)
 def _describe_snake(boards, b, s, features):
     """Fill the features that are not of a way: the snake's gain, and the standing of the game."""
-    ours, theirs = 0, 0
-    for other in range(SNAKES):
-        if other // 3 == s // 3:
-            ours += boards.lengths[b, other]
-        else:
-            theirs += boards.lengths[b, other]
+    first = s // 3 * 3
+    ours = np.int64(boards.lengths[b, first : first + 3].sum())
+    theirs = np.int64(boards.lengths[b].sum()) - ours
     features[0] = (np.int64(boards.lengths[b, s]) - START_LENGTH) / 10
     features[1] = (ours - theirs) / 20
     features[2] = theirs / 20

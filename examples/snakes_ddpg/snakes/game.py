@@ -1,12 +1,9 @@
 """Play the game: its rules as plain loops over many boards at once, compiled by Numba.
 
-Six snakes move on a torus of 10 x 20 cells; 0, 1, 2 are team A and 3, 4, 5 team B. A cell is a
-number from 0 to 199, row by row; a direction is one of UP, DOWN, LEFT, RIGHT. Every board draws
-from its own random stream, so that a game depends on its seed and its moves alone, not on the
-boards beside it.
+Six snakes move on a torus of 10 x 20 cells; 0, 1, 2 are team A and 3, 4, 5 team B. A cell is a number from 0 to 199,
+row by row; a direction is one of UP, DOWN, LEFT, RIGHT. Every board draws from its own random stream, so that a game
+depends on its seed and its moves alone, not on the boards beside it.
 """
-
-from __future__ import annotations
 
 from typing import NamedTuple
 
@@ -26,17 +23,9 @@ START_LENGTH = 3
 BEAN = np.uint8(128)  # what a bean adds to a cell's number of segments
 NONE = np.uint8(255)  # no cell
 
-_row, _column = np.divmod(np.arange(CELLS), COLUMNS)
-# NEXT[cell, direction] is the cell one step on
-NEXT = np.stack(
-    [
-        (_row - 1) % ROWS * COLUMNS + _column,
-        (_row + 1) % ROWS * COLUMNS + _column,
-        _row * COLUMNS + (_column - 1) % COLUMNS,
-        _row * COLUMNS + (_column + 1) % COLUMNS,
-    ],
-    axis=1,
-).astype(np.uint8)
+_board = np.arange(CELLS, dtype=np.uint8).reshape(ROWS, COLUMNS)
+_beside = [np.roll(_board, shift, axis) for axis in (0, 1) for shift in (1, -1)]  # up, down, left, right
+NEXT = np.stack(_beside, axis=-1).reshape(CELLS, 4)  # NEXT[cell, direction] is the cell one step on
 OPPOSITE = np.array([DOWN, UP, RIGHT, LEFT], np.uint8)
 _SEARCH = np.array([RIGHT, DOWN, UP, LEFT], np.uint8)  # the order in which a respawn looks around
 
@@ -56,7 +45,7 @@ class Boards(NamedTuple):
     times: np.ndarray  # (n,) int32: steps played
     streams: np.ndarray  # (n,) uint64: states of the random streams
 
-    def pick(self, which: np.ndarray) -> Boards:
+    def pick(self, which: np.ndarray) -> "Boards":
         """Copy some of the boards, by their numbers or a mask."""
         return Boards(*(array[which] for array in self))
 
@@ -84,12 +73,9 @@ def _place(boards, b, s, head, neck, tail, heading):
     boards.heads[b, s] = 0
     boards.lengths[b, s] = START_LENGTH
     boards.headings[b, s] = heading
-    boards.bodies[b, s, 0] = head
-    boards.bodies[b, s, 1] = neck
-    boards.bodies[b, s, 2] = tail
-    boards.cells[b, head] += 1
-    boards.cells[b, neck] += 1
-    boards.cells[b, tail] += 1
+    for i, cell in enumerate((head, neck, tail)):
+        boards.bodies[b, s, i] = cell
+        boards.cells[b, cell] += 1
 
 
 @_inlined
@@ -103,22 +89,23 @@ def _refill_beans(boards, b):
                 boards.cells[b, cell] = BEAN
 
 
-@_inlined
-def _reset(boards, b):
-    """Start a new episode on a board."""
-    boards.cells[b] = 0
-    boards.beans[b] = NONE
-    boards.times[b] = 0
-    for s in range(SNAKES):
-        while True:  # redraw until nothing overlaps
-            tail = draw(boards, b, CELLS)
-            heading = draw(boards, b, 4)
-            neck = NEXT[tail, heading]
-            head = NEXT[neck, heading]
-            if boards.cells[b, tail] == 0 and boards.cells[b, neck] == 0 and boards.cells[b, head] == 0:
-                break
-        _place(boards, b, s, head, neck, tail, heading)
-    _refill_beans(boards, b)
+@njit(cache=True, nogil=True)
+def _reset(boards, which):
+    """Start a new episode on the boards of a mask."""
+    for b in np.flatnonzero(which):
+        boards.cells[b] = 0
+        boards.beans[b] = NONE
+        boards.times[b] = 0
+        for s in range(SNAKES):
+            while True:  # redraw until nothing overlaps
+                tail = np.uint8(draw(boards, b, CELLS))
+                heading = draw(boards, b, 4)
+                neck = NEXT[tail, heading]
+                head = NEXT[neck, heading]
+                if boards.cells[b, tail] == 0 and boards.cells[b, neck] == 0 and boards.cells[b, head] == 0:
+                    break
+            _place(boards, b, s, head, neck, tail, heading)
+        _refill_beans(boards, b)
 
 
 @_inlined
@@ -134,28 +121,17 @@ def _respawn(boards, b, s):
         while looked_at < known < START_LENGTH:  # breadth first
             for direction in _SEARCH:
                 cell = NEXT[found[looked_at], direction]
-                if boards.cells[b, cell] == 0 and cell != start:
+                if known < START_LENGTH and boards.cells[b, cell] == 0 and cell != start:
                     found[known] = cell
                     known += 1
-                    if known == START_LENGTH:
-                        break
             looked_at += 1
         if known == START_LENGTH:
             head, neck, tail = found[0], found[1], found[2]
-            if _is_corner(head, neck, tail):
+            if neck // COLUMNS != tail // COLUMNS and neck % COLUMNS != tail % COLUMNS:  # the corner of an L
                 head, neck = neck, head
             _place(boards, b, s, head, neck, tail, _heading(head, neck))
             return True
     return False
-
-
-@_inlined
-def _is_corner(cell, one, other):
-    """Tell if the cell has one of two cells in its row and the other in its column."""
-    row, column = cell // COLUMNS, cell % COLUMNS
-    return (row == one // COLUMNS and column == other % COLUMNS) or (
-        row == other // COLUMNS and column == one % COLUMNS
-    )
 
 
 @_inlined
@@ -189,9 +165,6 @@ def _move(boards, b, actions, rewards, died):
     Return False if the board is too full to go on.
     """
     cells = boards.cells
-    any_died = False
-    placed = True
-    total = 0
     for s in range(SNAKES):
         action = actions[b, s]
         back = OPPOSITE[boards.headings[b, s]]
@@ -218,24 +191,13 @@ def _move(boards, b, actions, rewards, died):
 
     for s in range(SNAKES):
         died[b, s] = cells[b, segment(boards, b, s, 0)] > 1  # a bean there is eaten by now
-        any_died |= died[b, s]
-    if any_died:
-        placed = _bury(boards, b, rewards, died)
-    for s in range(SNAKES):
-        total += boards.lengths[b, s]
+    placed = _bury(boards, b, rewards, died)
     boards.times[b] += 1
-    return placed and total + BEANS <= CELLS
+    return placed and boards.lengths[b].sum() <= CELLS - BEANS
 
 
 @njit(cache=True, nogil=True)
-def _reset_all(boards, which):
-    for b in range(len(which)):
-        if which[b]:
-            _reset(boards, b)
-
-
-@njit(cache=True, nogil=True)
-def _step_all(boards, actions, rewards, died, done, limit):
+def _step(boards, actions, rewards, died, done, limit):
     for b in range(len(done)):
         done[b] = not _move(boards, b, actions, rewards, died)
         if not done[b]:
@@ -258,9 +220,6 @@ class Game:
         seed: Of all boards; each has a stream of its own.
         first: Number of the first board among all that are played with this seed, on whatever rank.
         episode_length: Steps after which a board is done.
-
-    Raises:
-        ValueError: If there is no board, or an episode no step.
     """
 
     def __init__(self, count: int, seed: int = 0, *, first: int = 0, episode_length: int = STEPS) -> None:
@@ -286,21 +245,18 @@ class Game:
         """Start a new episode on the boards of a mask of shape (n,), on all without one."""
         if which is None:
             which = np.ones(len(self.done), np.bool_)
-        _reset_all(self.boards, which)
+        _reset(self.boards, which)
 
     def step(self, actions: np.ndarray) -> None:
         """Move all snakes by actions of shape (n, 6), uint8, 0 to 3, in which reversals become the directions taken.
 
         A board that is done must be reset before its next step.
-
-        Raises:
-            ValueError: If the actions have another shape or dtype.
         """
         if actions.shape != self.died.shape or actions.dtype != np.uint8:
             raise ValueError(
                 f"actions must be uint8 of shape {self.died.shape}, not {actions.dtype} of shape {actions.shape}"
             )
-        _step_all(self.boards, actions, self.rewards, self.died, self.done, self.episode_length)
+        _step(self.boards, actions, self.rewards, self.died, self.done, self.episode_length)
 
     def scores(self) -> np.ndarray:
         """Add up the gains of each team, its length - 9: shape (n, 2)."""

@@ -1,11 +1,8 @@
 """Play as scripted players, compiled, on many boards at once.
 
-A player is called as `player(boards, team, actions)` and writes the directions of the three snakes
-of its team (0: snakes 0 to 2, 1: snakes 3 to 5) on all boards into `actions[:, 3 * team : 3 * team
-+ 3]`; actions have shape (n, 6), uint8.
+A player is called as `player(boards, team, actions)`. It writes the directions of its team (0: snakes 0 to 2, 1: snakes
+3 to 5) on all boards into `actions[:, 3 * team : 3 * team + 3]`; actions have shape (n, 6), uint8.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 
@@ -45,8 +42,7 @@ def _squared_distance(cell, other):
 def greedy(boards, team, actions):
     """Play as the public greedy player, exactly: go to the nearest bean that no team-mate before it has claimed.
 
-    Of equals it takes the first, in the order of `boards.beans` and of UP, DOWN, LEFT, RIGHT; with
-    no cell free it goes UP.
+    Of equals it takes the first, in the order of `boards.beans` and of UP, DOWN, LEFT, RIGHT; with no cell free, UP.
     """
     for b in range(len(actions)):
         claimed = 0  # bit i: bean i
@@ -91,8 +87,7 @@ def wandering(boards, team, actions):
 def evasive(boards, team, actions):
     """Take the move that comes nearest to any bean, of those after which a snake lives on for two steps.
 
-    If there are none, the same of those that it survives for one step; then UP. Distances and ties
-    as for `greedy`.
+    If there are none, the same of those that it survives for one step; then UP. Distances and ties as for `greedy`.
     """
     for b in range(len(actions)):
         for s in range(3 * team, 3 * team + 3):
@@ -154,10 +149,9 @@ def _plan(boards, team, actions, needs_room):
                     if boards.beans[b, i] != NONE:
                         distances[k, direction, i] = steps[boards.beans[b, i]]
                 if needs_room:
-                    room = 0
+                    rooms[k, direction] = 0
                     if rival_steps[queue[0]] > 1:
-                        room = _flood(queue, 1, 1, boards.lengths[b, s], busy, rival_steps, steps)
-                    rooms[k, direction] = room
+                        rooms[k, direction] = _flood(queue, 1, 1, boards.lengths[b, s], busy, rival_steps, steps)
         _claim(distances, goals)
         for k in range(3):
             s = 3 * team + k
@@ -213,31 +207,18 @@ def _is_open(boards, b, s, direction, busy):
 @njit(cache=True)
 def _claim(distances, goals):
     """Give each snake a bean of its own: of all pairs the nearest first. What cannot be reached is as good as any."""
-    goals[:] = -1
-    claimed = 0  # bit i: bean i
+    left = distances.copy()
     for _ in range(3):
-        snake = -1
-        bean = -1
-        nearest = 256
-        for k in range(3):
-            if goals[k] >= 0:
-                continue
-            for direction in range(4):
-                for i in range(BEANS):
-                    if distances[k, direction, i] < nearest and claimed >> i & 1 == 0:
-                        snake = k
-                        bean = i
-                        nearest = np.int64(distances[k, direction, i])
+        nearest = left.argmin()
+        snake, bean = nearest // (4 * BEANS), nearest % BEANS
         goals[snake] = bean
-        claimed |= 1 << bean
+        left[snake] = NEVER + 1
+        left[:, :, bean] = NEVER + 1
 
 
 @njit(cache=True)
 def _choose(boards, b, s, busy, distances, rooms):
-    """Choose the open direction with the least lack of room, then the nearest to the goal.
-
-    If there is none, it is the one that frees first.
-    """
+    """Choose the open direction with the least lack of room, then nearest to the goal; else that which frees first."""
     best = UP
     least = 2_000_000
     for direction in range(4):
@@ -255,27 +236,15 @@ def _choose(boards, b, s, busy, distances, rooms):
     return best
 
 
-OPPONENTS: dict[str, Player] = {
-    "random": random,
-    "wandering": wandering,
-    "evasive": evasive,
-    "greedy": greedy,
-    "sharing": sharing,
-    "foresighted": foresighted,
-    "territory": territory,
-}
-# by difficulty; they win .006, .046, .47, .81, .94 of 2,000 games against greedy
-# (tests/benchmarks/snakes_ladder.py)
+_players = (random, wandering, evasive, greedy, sharing, foresighted, territory)
+OPPONENTS: dict[str, Player] = {player.__name__: player for player in _players}
+# by difficulty; the README has their wins against greedy, which tests/benchmarks/snakes_ladder.py counts
 LEVELS = ("random", "wandering", "greedy", "sharing", "foresighted")
 LADDER = ("evasive", "greedy", "sharing", "foresighted", "territory")  # those worth training against
 
 
 def get(opponent: str | int) -> Player:
-    """Find the player of a name or of a difficulty from 0 to 4.
-
-    Raises:
-        ValueError: If there is none; the message lists those there are.
-    """
+    """Find the player of a name or of a difficulty from 0 to 4; raise a ValueError that lists them if there is none."""
     levels = {str(level): name for level, name in enumerate(LEVELS)}
     name = levels.get(str(opponent), opponent)
     if name not in OPPONENTS:

@@ -5,14 +5,13 @@ A run is a folder `runN_YYYYMMDD_HHMMSS` with `config.json`, TensorBoard's event
 which it resumes. Writing is for the main process.
 """
 
-from __future__ import annotations
-
+import itertools
 import json
 import os
 import re
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,9 @@ ACTORS = f"{MODELS}/actor_*.pth"
 
 def list_runs(root: Path = ROOT) -> dict[int, Path]:
     """List the folders of the runs by number, in order; the newest is the last."""
-    found = {}
-    for path in sorted(root.glob("run*")):
-        match = re.fullmatch(r"run(\d+)(_.*)?", path.name)
-        if match and path.is_dir():
-            found[int(match[1])] = path
-    return dict(sorted(found.items()))
+    folders = [path for path in sorted(root.glob("run*")) if path.is_dir()]
+    found = [(re.fullmatch(r"run(\d+)(_.*)?", path.name), path) for path in folders]
+    return dict(sorted((int(match[1]), path) for match, path in found if match))
 
 
 def list_models(folder: Path) -> dict[int | str, Path]:
@@ -55,21 +51,13 @@ def rival_of(actor: Path) -> Path:
 
 def new_run(root: Path = ROOT) -> Path:
     """Make the folder of a new run, with the next number; runs that start in one moment get different ones."""
-    number = max(list_runs(root), default=0) + 1
-    while not _claim(root / f".run{number}"):
-        number += 1
+    for number in itertools.count(max(list_runs(root), default=0) + 1):
+        with suppress(FileExistsError):  # another run has claimed this number
+            (root / f".run{number}").mkdir(parents=True)
+            break
     folder = root / f"run{number}_{time.strftime('%Y%m%d_%H%M%S')}"
     folder.mkdir()
     return folder
-
-
-def _claim(claim: Path) -> bool:
-    """Claim a number by making a folder, as the runs' own names hold a time; return False if another has it."""
-    try:
-        claim.mkdir(parents=True)
-        return True
-    except FileExistsError:
-        return False
 
 
 def find_run(run: int | str, root: Path = ROOT, holding: str = "") -> Path:
@@ -95,10 +83,7 @@ def find_run(run: int | str, root: Path = ROOT, holding: str = "") -> Path:
 
 
 def find_model(run: int | str, name: int | str | None = None, root: Path = ROOT) -> Path:
-    """Find the file of a run's actor, by its episode, "best" or "refined"; else the best if there is one, or the last.
-
-    Raise a FileNotFoundError, which lists the runs or episodes that exist, if there is none.
-    """
+    """Find the file of a run's actor, by its episode, best or refined; else the best if there is one, or the last."""
     folder = find_run(run, root, ACTORS)
     found = list_models(folder)
     path = folder / MODELS / f"actor_{name}.pth"
@@ -127,21 +112,18 @@ def parse(text: str, root: Path = ROOT) -> Path:
 
 
 def save_models(folder: Path, episode: int | str, *states: Mapping[str, Any]) -> None:
-    """Write state dicts of an actor, its critic and perhaps the rivals' one under the episode's number, or a name.
-
-    A file is whole or absent.
-    """
+    """Write state dicts of an actor, its critic and perhaps the rivals' one under the episode's number, or a name."""
     (folder / MODELS).mkdir(parents=True, exist_ok=True)
     path = folder / MODELS / f"actor_{episode}.pth"
     named = list(zip((path, critic_of(path), rival_of(path)), states, strict=False))
     for name, state in reversed(named):  # the actor, by which they are found, last
-        with _replacing(name) as whole:
+        with replacing(name) as whole:
             torch.save(state, whole)
 
 
 def save_json(path: Path, values: Mapping[str, Any]) -> None:
     """Write the settings or the summary of a run, whole or not at all; paths become text."""
-    with _replacing(path) as whole:
+    with replacing(path) as whole:
         whole.write_text(json.dumps(values, indent=2, default=str) + "\n")
 
 
@@ -151,8 +133,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """Lend a name to write a file under, which replaces the old file when it is complete."""
+def replacing(path: Path) -> Iterator[Path]:
+    """Lend a name to write a file under, which replaces the old file when it is complete; after an error it is gone."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         yield temporary

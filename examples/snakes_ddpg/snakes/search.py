@@ -1,7 +1,5 @@
 """Play as a trained model: by its actor alone, or with a few steps of search for ways after which it stands better."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +27,6 @@ class Policy:
 
     def __init__(self, actor: Actor) -> None:
         self.actor = actor
-        self.device = next(actor.parameters()).device
 
     @torch.no_grad()
     def __call__(self, boards: Boards, team: int, actions: np.ndarray) -> None:
@@ -41,26 +38,16 @@ class Policy:
         """See what the actor takes: (n, 3, FEATURES), on its device."""
         seen = np.empty((len(boards.times), 3, FEATURES), np.float32)
         observe(boards, team, seen)
-        return torch.from_numpy(seen).to(self.device)
+        return torch.from_numpy(seen).to(next(self.actor.parameters()).device)
 
 
 class Search(Policy):
     """Play as one team: each snake's most probable way, or another one after which the team stands better by a margin.
 
-    Each of the team in turn tries its other ways to free cells, and all six snakes then go on as
-    the actor prefers. The steps are played by the rules, but for new beans: nobody knows where they
-    will be. They are worth the team's gains minus the rivals', and what the critic expects after
-    each, as in TD(lambda), less a part of what those of the team have gained who can soon go no
-    further.
-
-    Args:
-        actor: Prefers ways.
-        critic: Values them; trained with the actor.
-        depth: Steps to look ahead.
-        rival: Values the ways of the rivals, which is subtracted, if the two were trained for that.
-
-    Raises:
-        ValueError: If the depth is below 1.
+    Each of the team in turn tries its other ways to free cells, and all six snakes then go on as the actor prefers. The
+    steps are worth the team's gains minus the rivals', and what the critic expects after each, as in TD(lambda), less
+    what `rival` expects, a critic of the rivals' ways, if the two were trained for that. A snake that can soon go no
+    further counts as having lost a part of its gains. Raise a ValueError if the depth is below 1.
     """
 
     def __init__(self, actor: Actor, critic: Critic, depth: int = DEPTH, rival: Critic | None = None) -> None:
@@ -115,12 +102,15 @@ class Search(Policy):
         boards = boards.pick(np.arange(len(ways)))
         rewards = np.zeros((len(ways), SNAKES), np.int16)
         died = np.zeros((len(ways), SNAKES), np.bool_)
+        steps = np.empty((len(ways), 3))
         total = np.zeros(len(ways))
         weight = 1.0
         for step in range(self.depth):
             foresee(boards, DIRECTION[boards.headings, ways], rewards, died)
             if step == 0:
-                total -= TRAP * _trapped(boards, team)
+                escape(boards, team, steps)
+                gained = boards.lengths[:, 3 * team : 3 * team + 3].astype(np.float64) - START_LENGTH
+                total -= TRAP * (gained * (1 - steps / LIMIT)).sum(1)
             gains = rewards.reshape(-1, 2, 3).sum(2)
             lead = gains[:, team] - gains[:, 1 - team]
             sides = [self.look(boards, side) for side in (0, 1)]
@@ -128,8 +118,8 @@ class Search(Policy):
             expected = expect(self.critic, preferences[team].softmax(-1), sides[team])
             if self.rival is not None:
                 expected -= expect(self.rival, preferences[1 - team].softmax(-1), sides[1 - team])
-            is_last = step == self.depth - 1
-            total += weight * (lead + GAMMA * (1.0 if is_last else 1 - LAMBDA) * expected.cpu().numpy())
+            part = 1.0 if step == self.depth - 1 else 1 - LAMBDA
+            total += weight * (lead + GAMMA * part * expected.cpu().numpy())
             weight *= GAMMA * LAMBDA
             ways = _rank(torch.cat(preferences, dim=1))[..., 0]
         return total
@@ -145,20 +135,10 @@ def expect(critic: Critic, chances: torch.Tensor, seen: torch.Tensor) -> torch.T
     return (chances * critic(seen)).sum(-1).mean(-1)
 
 
-def _trapped(boards: Boards, team: int) -> np.ndarray:
-    """Add up what a team's snakes have gained, each by the part of the next steps that it cannot go: (n,)."""
-    steps = np.empty((len(boards.times), 3))
-    escape(boards, team, steps)
-    gains = boards.lengths[:, 3 * team : 3 * team + 3].astype(np.float64) - START_LENGTH
-    return (gains * (1 - steps / LIMIT)).sum(1)
-
-
 def load_player(path: Path, depth: int = DEPTH) -> Policy:
     """Load the player in a file `actor_*.pth`, which searches, unless the depth is 0, with the critics beside it.
 
-    Raises:
-        FileNotFoundError: If there is no such file, or no critic.
-        ValueError: If they do not hold networks that see what `features.py` shows.
+    Raise a FileNotFoundError if there is no such file, or no critic, a ValueError if they do not fit.
     """
     actor = load_network(Actor, path)
     if depth == 0:
@@ -168,15 +148,12 @@ def load_player(path: Path, depth: int = DEPTH) -> Policy:
     return Search(actor, critic, depth, rival)
 
 
-# How long a snake can live where no other one can reach in its next step
-
-
 @njit(cache=True, nogil=True)
 def escape(boards, team, steps):
     """Fill `steps`, float64 of shape (n, 3), with the steps that each snake of a team can go on, at most LIMIT.
 
-    It looks for a way along which every cell is free by then: all bodies, its own too, leave theirs
-    from the tail on. The cells beside another head are not free: it may be there first.
+    It looks for a way along which every cell is free by then: all bodies, its own too, leave theirs from the tail on.
+    The cells beside another head are not free: it may be there first.
     """
     leaves = np.zeros(CELLS, np.int64)  # the step in which each cell is free again
     for b in range(len(steps)):
@@ -197,9 +174,8 @@ def escape(boards, team, steps):
 @njit(cache=True)
 def _escape(boards, b, s, leaves):
     """Search in depth for a way of one snake; change `leaves` on it."""
-    path = np.zeros(LIMIT + 1, np.int64)  # its cells
-    left = np.zeros(LIMIT + 1, np.int64)  # when each of them would have been free without the snake
-    tried = np.zeros(LIMIT + 1, np.int64)  # directions tried from each
+    # its cells, when each of them would have been free without the snake, and the directions tried from each
+    path, left, tried = np.zeros((3, LIMIT + 1), np.int64)
     path[0] = segment(boards, b, s, 0)
     places = 0
     longest = 0

@@ -4,11 +4,10 @@ Every schedule follows global counters, the episodes and environment steps of al
 ranks together, so it is the same on any number of ranks.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -81,8 +80,7 @@ def read_settings(argv: Sequence[str] | None = None, saved: Mapping[str, Any] | 
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = _Parser("Trains three snakes to beat three others.")
-    parser.formatter_class = _Formatter
+    parser = _Parser("Trains three snakes to beat three others.", _Formatter)
     parser.allow_abbrev = False
     count = _number(int, 1)
     share = _number(float, 0, 1)
@@ -90,25 +88,21 @@ def _make_parser() -> argparse.ArgumentParser:
 
     group = parser.add_argument_group("length and seed")
     add = group.add_argument
-    either = group.add_mutually_exclusive_group().add_argument
+    either = partial(group.add_mutually_exclusive_group().add_argument, action=_Either)
     add("--preset", choices=PRESETS, help="the settings of a public guide")
-    text = "episodes, global"
-    either("--total_episodes", action=_Either, const="max_episodes", type=count, default=12_000, help=text)
+    either("--total_episodes", const="max_episodes", type=count, default=12_000, help="episodes, global")
     text = "episodes per rank, instead; episodes in flags that say so are then counted per rank too"
-    either("--max_episodes", action=_Either, const="total_episodes", type=count, help=text)
+    either("--max_episodes", const="total_episodes", type=count, help=text)
     add("--episode_length", type=count, default=200, help="steps of an episode")
-    text = "boards played at once, global; rounded up to a multiple of the ranks"
-    add("--boards", type=count, default=1024, help=text)
-    text = "of the weights and, with its own stream each, of every board"
-    add("--seed", type=_number(int, 0, 2**63 - 1), default=1, help=text)
+    add("--boards", type=count, default=1024, help="at once, global; rounded up to a multiple of the ranks")
+    add("--seed", type=_number(int, 0, 2**63 - 1), default=1, help="of the weights and of every board's own stream")
 
     group = parser.add_argument_group("agent")
     add = group.add_argument
-    either = group.add_mutually_exclusive_group().add_argument
-    text = "rows per optimiser step, per rank"
-    either("--batch_size", action=_Either, const="global_batch_size", type=count, help=text)
+    either = partial(group.add_mutually_exclusive_group().add_argument, action=_Either)
+    either("--batch_size", const="global_batch_size", type=count, help="rows per optimiser step, per rank")
     text = f"rows per optimiser step, global, instead (default: {BATCH_SIZE}, rounded up to a multiple of the ranks)"
-    either("--global_batch_size", action=_Either, const="batch_size", type=count, help=text)
+    either("--global_batch_size", const="batch_size", type=count, help=text)
     add("--buffer_size", type=count, default=200_000, help="transitions kept, per rank")
     add("--a_lr", type=rate, default=3e-3, help="learning rate of the actor, before scaling")
     add("--c_lr", type=rate, default=3e-3, help="learning rate of the critic, before scaling")
@@ -123,19 +117,15 @@ def _make_parser() -> argparse.ArgumentParser:
 
     group = parser.add_argument_group("exploration and opponents")
     add = group.add_argument
-    either = group.add_mutually_exclusive_group().add_argument
+    either = partial(group.add_mutually_exclusive_group().add_argument, action=_Either)
     add("--epsilon", type=share, default=0.2, help="part of the moves that is random at first")
     add("--epsilon_speed", type=share, default=0.999999, help="factor of epsilon per environment step, global")
     add("--epsilon_min", type=share, default=0.02, help="what epsilon does not fall below")
-    text = (
-        f"{MIXED}: {', '.join(LADDER)}, each on as many boards; {', '.join(LADDERS)}: how one opponent's difficulty "
-        "grows from 0 to 4"
-    )
-    name = "--opponent_difficulty_strategy"
-    either(name, action=_Either, const="opponent", choices=(MIXED, *LADDERS), default=MIXED, help=text)
-    text = "instead: a player, or a difficulty, to be met all the time"
+    text = f"{MIXED}: {', '.join(LADDER)}, each on as many boards; else how one opponent's difficulty grows from 0 to 4"
+    strategy = "opponent_difficulty_strategy"
+    either(f"--{strategy}", const="opponent", choices=(MIXED, *LADDERS), default=MIXED, help=text)
     players = (*OPPONENTS, *map(str, range(len(LEVELS))))
-    either("--opponent", action=_Either, const=name.removeprefix("--"), choices=players, help=text)
+    either("--opponent", const=strategy, choices=players, help="instead: one player or difficulty, all the time")
     add("--enable_opponent_evasion", action="store_true", help="play against the evasive opponent later on")
     text = "when: an episode, from 1, global, or per rank with --max_episodes; or with a point, a part of the run: 0.8"
     add("--opponent_evasion_start_episode", type=_episode_or_part, default=40_000, metavar="E", help=text)
@@ -144,15 +134,12 @@ def _make_parser() -> argparse.ArgumentParser:
     text = "episodes between checkpoints, global, or per rank with --max_episodes"
     add("--save_interval", type=count, default=1000, help=text)
     add("--log_interval", type=count, default=500, help="episodes, global, between reports")
-    text = "episodes, global, between evaluations"
-    add("--eval_interval", type=count, default=5000, help=text)
-    text = "games of an evaluation with each of the ladder, global, on both sides in turn"
-    add("--eval_games", type=count, default=100, help=text)
+    add("--eval_interval", type=count, default=5000, help="episodes, global, between evaluations")
+    add("--eval_games", type=count, default=100, help="games with each of the ladder, global, on both sides in turn")
     add("--runs_folder", type=Path, default=runs.ROOT, help="where the runs' folders are")
     text = "go on with a run: a number, a folder, or latest, which it is without a value"
     add("--resume", nargs="?", const="latest", metavar="RUN", help=text)
-    text = "begin a new run with the weights of an old one, by default the latest"
-    add("--load_model", action="store_true", help=text)
+    add("--load_model", action="store_true", help="begin a new run with an old one's weights, by default the latest's")
     add("--load_model_run", type=count, metavar="N", help="the run whose weights to load")
     text = "and the episode, or the last one saved before it; by default its best, else its last"
     add("--load_model_run_episode", type=count, metavar="E", help=text)
@@ -259,11 +246,10 @@ def opponent_at(settings: argparse.Namespace, episode: int) -> str | int:
 
 
 def model_name(settings: argparse.Namespace, episodes: int, stopped: bool = False) -> int:
-    """Find the episode that a model is named by, counted as the run's flags are.
+    """Find the episode that a model is named by, counted as the run's flags are. Takes resolved settings.
 
-    It is the last multiple of `--save_interval`, at the end the run's length: the counters are
-    looked at every `ROUND` steps of all boards, when some episodes more are over. A run that is
-    `stopped` before its end names the episode that it reached. Takes resolved settings.
+    It is the last multiple of `--save_interval`, though some episodes more are over when the counters are looked at; at
+    the end the run's length. A run that is `stopped` before its end names the episode that it reached.
     """
     if stopped or episodes >= settings.episodes:
         return min(episodes, settings.episodes) // settings.counted_by
@@ -276,12 +262,10 @@ def epsilon_at(settings: argparse.Namespace, environment_steps: int) -> float:
     return max(floor, settings.epsilon * settings.epsilon_speed**environment_steps)
 
 
-def describe(settings: argparse.Namespace) -> str:
+def describe(s: argparse.Namespace) -> str:
     """Describe what a run is going to do, in a few lines for its start. Takes resolved settings."""
-    s = settings
-    # steps of all boards together: one more per episode, to begin the next, and the first, part
-    # episodes are not counted
     length = s.episode_length
+    # of all boards together: one more per episode, to begin the next; the first, part episodes are not counted
     steps = _round_up(math.ceil(s.episodes / s.boards_global * (length + 1) + length), ROUND)
     opponents = s.opponent or s.opponent_difficulty_strategy
     if s.enable_opponent_evasion:

@@ -1,12 +1,11 @@
 """Play snakes 3 against 3 on the competition platform, which calls `my_controller()` for each snake and step.
 
-It needs NumPy and no other file: `export.py` puts the weights of a trained actor and critic behind
-it. A snake goes left, straight on or right, seen along its heading; what it sees of these ways are
-the 42 numbers of `features.py`, and the search is that of `search.py`, both without Numba. A cell is
-a number from 0 to 199, row by row, and a set of cells an integer with a bit for each.
+It needs NumPy and no other file: `export.py` puts the weights of a trained actor and critic behind it. A snake sees the
+42 numbers of `features.py`, and the search is that of `search.py`, both without Numba. A cell is a number from 0 to
+199, row by row, and a set of cells an integer with a bit for each.
 """
 
-# ruff: noqa: B905  (the platform's Python may be too old for zip(strict=…))
+# ruff: noqa: B905, RUF007  (the platform's Python may be too old for zip(strict=…) and pairwise())
 
 import base64
 import time
@@ -61,11 +60,8 @@ def my_controller(observation, action_space=None, is_act_continuous=False):
 
 
 def read(observation):
-    """Convert an observation into beans, the six bodies, the snake asked for, and if a step has been played.
-
-    The platform hands over its game's own lists, with NumPy's integers in some of them:
-    `1 << numpy.int64(64)` is 0.
-    """
+    """Convert an observation into beans, the six bodies, the snake asked for, and if a step has been played."""
+    # some of the platform's integers are NumPy's, whose shifts have an end: 1 << numpy.int64(64) is 0
     beans, *bodies = (
         [COLUMNS * int(row) + int(column) for row, column in observation[key]] for key in range(1, 2 + SNAKES)
     )
@@ -75,7 +71,12 @@ def read(observation):
 
 def choose(beans, bodies, snake, started):
     """Find the direction that the actor prefers, or that of the search."""
-    headings = remember(bodies, started)
+    if not started or bodies != _seen["bodies"]:  # the first call of a step
+        _seen["before"] = _seen["bodies"] if started else None
+        _seen["bodies"] = bodies
+        _plans.clear()
+    before = _seen["before"] or [None] * SNAKES
+    headings = [find_heading(body, old) for body, old in zip(bodies, before)]
     team = snake // 3
     if team not in _plans:
         _plans[team] = search(bodies, headings, beans, team)
@@ -89,21 +90,10 @@ def flee(beans, bodies, snake, started):
     return free.index(True) if any(free) else UP
 
 
-def remember(bodies, started):
-    """Keep what the board was a step ago, and find the snakes' headings by it."""
-    if not started or bodies != _seen["bodies"]:
-        _seen["before"] = _seen["bodies"] if started else None
-        _seen["bodies"] = bodies
-        _plans.clear()
-    before = _seen["before"] or [None] * SNAKES
-    return [find_heading(body, old) for body, old in zip(bodies, before)]
-
-
 def search(bodies, headings, beans, team):
     """Find the way of each snake as `search.py` does: the actor's, or another after which its team stands better.
 
-    Each snake looks ahead one step after the other, for as long as there is time: a third of it,
-    and what the snakes before have left.
+    Each snake looks ahead one step after the other, for a third of the time and what the snakes before have left.
     """
     begin = time.monotonic()
     seen = [look(bodies, beans, s, headings[s]) for s in range(SNAKES)]
@@ -249,25 +239,19 @@ def put_back(taken):
             above, below, left, right = neighbours(cell)
             found += [near for near in (right, below, above, left) if near not in taken and near not in found]
             if len(found) >= START_LENGTH:
-                return as_placed(*found[:START_LENGTH])
+                head, neck, tail = found[:START_LENGTH]
+                if neck // COLUMNS != tail // COLUMNS and neck % COLUMNS != tail % COLUMNS:  # the corner of an L
+                    return [neck, head, tail]
+                return [head, neck, tail]
     raise ValueError("there is no place for a snake")
-
-
-def as_placed(head, neck, tail):
-    """Make the corner of an L the neck."""
-    (row, column), (row_1, column_1), (row_2, column_2) = (divmod(cell, COLUMNS) for cell in (head, neck, tail))
-    if (row == row_1 and column == column_2) or (row == row_2 and column == column_1):
-        return [neck, head, tail]
-    return [head, neck, tail]
 
 
 def find_heading(body, before):
     """Find the direction in which a snake goes, which the platform does not tell.
 
-    A snake that has moved goes from its neck to its head. One that was put back after its death
-    goes by their raw coordinates: across the border into its neck. The two are told apart by its
-    body a step ago, `before`, None if unknown. It remains that a snake can be put back just as if
-    it had moved across the border; of random moves, which die a lot, that is one in 100,000.
+    A snake that has moved goes from its neck to its head, one that was put back by their raw coordinates: across the
+    border into its neck. Its body a step ago, `before`, None if unknown, tells the two apart, but for a snake that is
+    put back just as if it had moved across the border: of random moves, which die a lot, one in 100,000.
     """
     head, neck = body[:2]
     if before is None or len(body) > START_LENGTH or body[1:] == before[:-1]:
@@ -300,11 +284,10 @@ def size_of(cells):
 
 def spread(cells, open_cells):
     """Grow a set of cells by one step, over open cells."""
-    beside = (
-        (cells << 1 & ~FIRST) | (cells >> 1 & ~LAST) | (cells >> COLUMNS - 1 & FIRST) | (cells << COLUMNS - 1 & LAST)
-    )
+    right = (cells << 1 & ~FIRST) | (cells >> COLUMNS - 1 & FIRST)
+    left = (cells >> 1 & ~LAST) | (cells << COLUMNS - 1 & LAST)
     above_and_below = cells << COLUMNS | cells >> COLUMNS | cells >> CELLS - COLUMNS | cells << CELLS - COLUMNS
-    return cells | ((beside | above_and_below) & open_cells)
+    return cells | ((right | left | above_and_below) & open_cells)
 
 
 def flood(start, open_cells):
@@ -359,8 +342,7 @@ def unpack(sizes, text):
     """Read layers of these sizes, from their weights and biases in turn as base64 of little-endian float32."""
     numbers = np.frombuffer(base64.b64decode(text), "<f4")
     layers = []
-    for i in range(1, len(sizes)):
-        inputs, outputs = sizes[i - 1], sizes[i]
+    for inputs, outputs in zip(sizes, sizes[1:]):
         weights, biases, numbers = np.split(numbers, [inputs * outputs, (inputs + 1) * outputs])
         layers.append((weights.reshape(outputs, inputs), biases))
     return layers

@@ -8,8 +8,6 @@ our own program of it. All six snakes spread from their heads at once, over cell
 - Those that are left go where the team as a whole owns most cells.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit
 
@@ -17,16 +15,22 @@ from .game import BEANS, CELLS, NEXT, NONE, OPPOSITE, SNAKES, Boards, segment
 
 LONG = 22  # longer than that it follows its tail: two thirds of the board, over six snakes
 ANY = 4  # in place of a direction: any of them
+FAR = 1_000_000  # more than any cost
+# By a set of snakes, a bit for each: how many it has, and the part of them that is of team A and of team B
+_members = np.arange(1 << SNAKES)[:, None] >> np.arange(SNAKES) & 1
+SIZE = _members.sum(1)
+PARTS = _members.reshape(-1, 2, 3).sum(2) / np.maximum(SIZE, 1)[:, None]
 
 
 @njit(cache=True, nogil=True)
 def territory(boards: Boards, team: int, actions: np.ndarray) -> None:
     """Go to the beans that the team's snakes can reach first; else to where they own most cells."""
     free_at, holder, steps, owners, queue = np.empty((5, CELLS), np.int64)
-    beans, other_beans, firsts = np.empty((3, SNAKES), np.int64)
+    beans, other_beans, firsts, ahead = np.empty((4, SNAKES), np.int64)
     for b in range(len(actions)):
         _fill_bodies(boards, b, free_at, holder)
         firsts[:] = ANY
+        ahead[:] = -1  # the cells that those lead to, which team-mates stay off
         _spread(boards, b, firsts, free_at, holder, steps, owners, queue)
         if _claim(boards, b, steps, owners, other_beans, False) > _claim(boards, b, steps, owners, beans, True):
             beans[:] = other_beans
@@ -35,10 +39,11 @@ def territory(boards: Boards, team: int, actions: np.ndarray) -> None:
             if goal < 0:
                 goal = beans[s]
             if goal >= 0:
-                firsts[s] = _first_step(boards, b, s, goal, steps, owners, queue, firsts)
+                firsts[s] = _first_step(boards, b, s, goal, steps, owners, queue, ahead)
+            if firsts[s] != ANY:
+                ahead[s] = NEXT[segment(boards, b, s, 0), firsts[s]]
         _settle(boards, b, team, firsts, free_at, holder, steps, owners, queue)
-        for s in range(3 * team, 3 * team + 3):
-            actions[b, s] = firsts[s]
+        actions[b, 3 * team : 3 * team + 3] = firsts[3 * team : 3 * team + 3]
 
 
 @njit(cache=True)
@@ -58,8 +63,8 @@ def _fill_bodies(boards, b, free_at, holder):
 def _spread(boards, b, firsts, free_at, holder, steps, owners, queue):
     """Share out the board: fill the step in which each cell is reached, NONE if never, and its owners, a bit for each.
 
-    `firsts` are the snakes' directions in the first step, where they are known. Owners of one cell
-    are of one length. Return how many cells of the queue are reached, heads included.
+    `firsts` are the snakes' directions in the first step, where they are known. Owners of a cell are of one length.
+    Return how many cells of the queue are reached, heads included.
     """
     lengths = np.empty(1 << SNAKES, np.int64)  # by a set of snakes of one length
     steps[:] = NONE
@@ -107,44 +112,24 @@ def _claim(boards, b, steps, owners, goals, nearest_first):
 
     Of all pairs it takes the nearest first, or that which leaves the others most choice.
     """
+    owns = np.zeros((BEANS, SNAKES), np.int64)
+    for i, cell in enumerate(boards.beans[b]):
+        for s in range(SNAKES):
+            owns[i, s] = cell != NONE and owners[cell] >> s & 1
+    costs = np.full((BEANS, SNAKES), FAR)
+    for i, s in np.ndindex(BEANS, SNAKES):
+        if owns[i, s]:
+            step = steps[boards.beans[b, i]]
+            choices = owns[i].sum() + owns[:, s].sum()
+            costs[i, s] = 1000 * step + choices if nearest_first else 1000 * choices + step
     goals[:] = -1
-    taken = 0  # bit i: bean i
     count = 0
-    while True:
-        bean = -1
-        snake = -1
-        least = 1_000_000
-        for i in range(BEANS):
-            cell = boards.beans[b, i]
-            if cell == NONE or taken >> i & 1 or steps[cell] == NONE:
-                continue
-            for s in range(SNAKES):
-                if goals[s] >= 0 or not owners[cell] >> s & 1:
-                    continue
-                choices = _choices(boards, b, s, cell, owners)
-                cost = 1000 * choices + steps[cell]
-                if nearest_first:
-                    cost = 1000 * steps[cell] + choices
-                if cost < least:
-                    least = cost
-                    bean = i
-                    snake = s
-        if bean < 0:
-            return count
+    while costs.min() < FAR:
+        bean, snake = divmod(costs.argmin(), SNAKES)
         goals[snake] = boards.beans[b, bean]
-        taken |= 1 << bean
+        costs[bean] = FAR
+        costs[:, snake] = FAR
         count += 1
-
-
-@njit(cache=True)
-def _choices(boards, b, s, cell, owners):
-    """Count the beans of a snake and the owners of a bean."""
-    count = 0
-    for i in range(BEANS):
-        if boards.beans[b, i] != NONE:
-            count += owners[boards.beans[b, i]] >> s & 1
-    for other in range(SNAKES):
-        count += owners[cell] >> other & 1
     return count
 
 
@@ -162,7 +147,7 @@ def _tail_to_follow(boards, b, s, steps, owners):
 
 
 @njit(cache=True)
-def _first_step(boards, b, s, goal, steps, owners, queue, firsts):
+def _first_step(boards, b, s, goal, steps, owners, queue, ahead):
     """Find a first direction of a way to a cell through a snake's own cells, better one that it shares with nobody."""
     queue[0] = goal
     known = 1
@@ -181,63 +166,42 @@ def _first_step(boards, b, s, goal, steps, owners, queue, firsts):
                     known += 1
             continue
         for direction in range(4):
-            if NEXT[head, direction] != at or direction == OPPOSITE[boards.headings[b, s]]:
-                continue
-            if _is_a_mates(boards, b, s, at, firsts):
-                continue
-            count = 0
-            for other in range(SNAKES):
-                count += owners[at] >> other & 1
-            if count < shared:
+            leads_there = NEXT[head, direction] == at and direction != OPPOSITE[boards.headings[b, s]]
+            if leads_there and not np.any(ahead == at) and SIZE[owners[at]] < shared:
                 best = direction
-                shared = count
+                shared = SIZE[owners[at]]
     return best
-
-
-@njit(cache=True)
-def _is_a_mates(boards, b, s, cell, firsts):
-    """Tell if a team-mate goes to a cell in the first step."""
-    for mate in range(s // 3 * 3, s // 3 * 3 + 3):
-        if mate != s and firsts[mate] != ANY and NEXT[segment(boards, b, mate, 0), firsts[mate]] == cell:
-            return True
-    return False
 
 
 @njit(cache=True)
 def _settle(boards, b, team, firsts, free_at, holder, steps, owners, queue):
     """Choose the directions that are still open, so that the team owns most."""
-    own = 3 * team
+    own = firsts[3 * team : 3 * team + 3]
     choices = np.empty((3, 4), np.int64)
     counts = np.ones(3, np.int64)
-    best = np.empty(3, np.int64)
     for k in range(3):
-        if firsts[own + k] != ANY:
-            choices[k, 0] = firsts[own + k]
-        else:
-            counts[k] = _open_directions(boards, b, own + k, free_at, holder, choices[k])
-        best[k] = choices[k, 0]
+        choices[k, 0] = own[k]
+        if own[k] == ANY:
+            counts[k] = _open_directions(boards, b, 3 * team + k, free_at, holder, choices[k])
+    best = choices[:, 0].copy()
     if counts.max() > 1:
         most = -1.0
-        for one in range(counts[0]):
-            for two in range(counts[1]):
-                for three in range(counts[2]):
-                    firsts[own] = choices[0, one]
-                    firsts[own + 1] = choices[1, two]
-                    firsts[own + 2] = choices[2, three]
-                    known = _spread(boards, b, firsts, free_at, holder, steps, owners, queue)
-                    size = _size(team, owners, queue, known)
-                    if size > most:
-                        most = size
-                        best[0], best[1], best[2] = firsts[own], firsts[own + 1], firsts[own + 2]
-    for k in range(3):
-        firsts[own + k] = best[k]
+        for chosen in np.ndindex(counts[0], counts[1], counts[2]):
+            for k in range(3):
+                own[k] = choices[k, chosen[k]]
+            known = _spread(boards, b, firsts, free_at, holder, steps, owners, queue)
+            size = _size(team, owners, queue, known)
+            if size > most:
+                most = size
+                best[:] = own
+    own[:] = best
 
 
 @njit(cache=True)
 def _open_directions(boards, b, s, free_at, holder, directions):
     """List where a snake can go; if it cannot, where the cell frees first. Return their number."""
     count = 0
-    first = 1_000_000
+    soonest = FAR
     for direction in range(4):
         if direction == OPPOSITE[boards.headings[b, s]]:
             continue
@@ -245,29 +209,16 @@ def _open_directions(boards, b, s, free_at, holder, directions):
         if free_at[cell] < 1 or (free_at[cell] == 1 and holder[cell] == s):
             directions[count] = direction
             count += 1
-    if count > 0:
-        return count
-    for direction in range(4):
-        cell = NEXT[segment(boards, b, s, 0), direction]
-        if direction != OPPOSITE[boards.headings[b, s]] and free_at[cell] < first:
-            first = free_at[cell]
+        elif count == 0 and free_at[cell] < soonest:
             directions[0] = direction
-    return 1
+            soonest = free_at[cell]
+    return max(1, count)
 
 
 @njit(cache=True)
 def _size(team, owners, queue, known):
     """Add up the cells that a team owns; of a shared one its part."""
-    parts = np.zeros(1 << SNAKES)
-    for mask in range(1, 1 << SNAKES):
-        ours = 0
-        everybody = 0
-        for s in range(SNAKES):
-            if mask >> s & 1:
-                everybody += 1
-                ours += s // 3 == team
-        parts[mask] = ours / everybody
     size = 0.0
     for i in range(known):
-        size += parts[owners[queue[i]]]
+        size += PARTS[owners[queue[i]], team]
     return size
