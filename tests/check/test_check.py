@@ -171,7 +171,7 @@ def test_a_script_that_hangs_is_ended_with_the_stacks_and_leaves_no_process(tmp_
     script.write_text(f"{start}\n\ndef wait_for_ever():\n    time.sleep(3600)\n\nwait_for_ever()\n")
     code, report = check(script, tmp_path, "--timeout", "3")
     assert code == 2
-    assert "no rank told anything for 3 s" in report["trouble"]
+    assert "no rank made progress for 3 s" in report["trouble"]
     assert any("wait_for_ever" in line for line in report["details"])
     with suppress(FileNotFoundError):  # it may not have begun
         with pytest.raises(ProcessLookupError):
@@ -184,7 +184,7 @@ def test_a_rank_that_goes_on_when_another_has_ended_is_named_with_its_stack(tmp_
     script.write_text(TRAIN.replace("    optimizer.step()", f"    optimizer.step()\n{parting}"))
     code, report = check(script, tmp_path)
     assert (code, report["findings"]) == (2, [])
-    assert "rank 0 went on when rank 1 had ended" in report["trouble"] and report["seconds"] < 100.0
+    assert "rank 0 did not end after rank 1 had ended" in report["trouble"] and report["seconds"] < 100.0
     assert any("train.py" in line for line in report["details"])
 
 

@@ -48,7 +48,7 @@ def render(script: str, outcome: Outcome, findings: list[Finding]) -> str:
         lines += [f"    {line}" for line in outcome.details]
         lines += [""]
     if outcome.unobserved:
-        lines += [f"not observed, for an error of the checker: {', '.join(outcome.unobserved)}", ""]
+        lines += [f"not observed, because of an error in the checker: {', '.join(outcome.unobserved)}", ""]
     lines.append(_tally(findings))
     return "\n".join(lines)
 

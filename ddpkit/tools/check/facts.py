@@ -402,9 +402,9 @@ class Watch:
         for rank in running:
             stacks += [f"rank {rank.number}:", *rank.read_stack().splitlines()[1:7]]
         if not self._finished:
-            return f"no rank told anything for {self._timeout:g} s", stacks
+            return f"no rank made progress for {self._timeout:g} s", stacks
         ended = say_ranks(sorted(self._finished))
-        return f"{say_ranks([rank.number for rank in running])} went on when {ended} had ended", stacks
+        return f"{say_ranks([rank.number for rank in running])} did not end after {ended} had ended", stacks
 
 
 def _say_where(record: Record) -> str:

@@ -312,7 +312,7 @@ def _find_uneven(facts: Facts, rows: list[list[Record]]) -> Finding | None:
             if is_uneven and _near(min(totals), max(totals)) and max(totals) > 0:
                 step = records[0]
                 many = f"{min(counts)} to {max(counts)}"
-                evidence = f"at optimizer step {step['number']} means over {many} samples or tokens count as equals"
+                evidence = f"at optimizer step {step['number']} means over {many} samples or tokens get equal weights"
                 lines = [step["backward"], [line] if line else []]
                 return facts.finding("means-uneven", evidence, *lines)
     return None
@@ -341,7 +341,7 @@ def _find_divided_twice(facts: Facts, rows: list[list[Record]]) -> Finding | Non
             shares = " and ".join(f"{total:.3f}" for total in totals)
     if not shares or len(rows) < 2:
         return None
-    evidence = f"the losses of {facts.who} enter their mean with weights {shares}, which add up to 1"
+    evidence = f"the losses of {facts.who} have the weights {shares}, which add up to 1 instead of {facts.world_size}"
     lines = [step["backward"], step["losses"][0]["where"][:1]]
     return facts.finding("divided-by-all", evidence, *lines)
 
@@ -416,6 +416,6 @@ def _mean_of_means(facts: Facts, records: list[Record]) -> Finding:
     is_evaluation = bool(epoch) and epoch["loader"] not in facts.training
     severity = "wrong" if is_evaluation else "suspicious"
     shares = " and ".join(str(record["samples"]) for record in records)
-    evidence = f"means over {shares} samples, of {facts.who}, are averaged as equals"
+    evidence = f"means over {shares} samples, of {facts.who}, are averaged with equal weights"
     where = in_function_of(first["where"], epoch["where"]) if is_evaluation else None
     return facts.finding("mean-of-means", evidence, where, first["where"], severity=severity)

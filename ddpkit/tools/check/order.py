@@ -72,7 +72,7 @@ def _find_plateau(facts: Facts) -> Finding | None:
         if agree(records, "value"):
             continue
         values = " and ".join(f"{record['value']:.4g}" for record in records)
-        evidence = f"{facts.who} tell the schedule {values}"
+        evidence = f"{facts.who} pass {values} to the schedule"
         return facts.finding("plateau-differs", evidence, records[0]["where"])
     return None
 

@@ -98,7 +98,7 @@ def _find_repeated_batches(facts: Facts, epoch: Record, contents: list[int]) -> 
     repeated = sum(number - 1 for content, number in Counter(contents).items() if content)
     if not repeated or epoch["workers"] < 2:
         return None
-    evidence = f"{repeated} of the first {len(contents)} batches of rank 0 came before in the same epoch"
+    evidence = f"{repeated} of the first {len(contents)} batches of rank 0 repeat earlier ones of the epoch"
     return _about_sampler("read-by-each-worker", facts, epoch, evidence)
 
 
@@ -134,7 +134,7 @@ def _examine_plans(facts: Facts, records: list[Record], trains: bool) -> Finding
     is_partition = abs(sum(map(len, plans)) - total) < batch + facts.world_size
     if not trains or not missing or not is_partition or _come_in_runs(plans):
         return None
-    evidence = f"of {total} samples, {missing} come on no rank and {extra} come again, in one epoch"
+    evidence = f"in one epoch of {total} samples, {missing} reach no rank and {extra} come again"
     return _about_sampler("shuffle-differs", facts, epoch, evidence)
 
 
@@ -148,7 +148,7 @@ def _missing(facts: Facts, epoch: Record, expected: set[int], may_drop: int) -> 
     is_meant = "Subset" in epoch["sampler"] or is_part or (missing < 2 and is_shuffled)
     if is_meant or (missing <= may_drop and not is_shuffled):
         return None
-    evidence = f"{missing} of {len(expected)} samples come on no rank"
+    evidence = f"{missing} of {len(expected)} samples reach no rank"
     return _about_sampler("samples-missing", facts, epoch, evidence)
 
 
@@ -167,7 +167,7 @@ def _about_sampler(rule: str, facts: Facts, epoch: Record, evidence: str, *lines
 
 
 def _differently_ordered(facts: Facts, epoch: Record) -> Finding:
-    evidence = f"{facts.who} hold the same samples in different orders, and deal positions in them"
+    evidence = f"{facts.who} hold the same samples in different orders, and share out indices"
     return _about_sampler("order-differs", facts, epoch, evidence, *_seeded(facts, "shuffle"))
 
 

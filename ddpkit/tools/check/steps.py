@@ -139,7 +139,7 @@ def _mistakes(name: str, input: Tensor, target: Tensor) -> Iterator[tuple[str, s
         total = min(sums, key=lambda total: abs(total - 1))
         if abs(total - 1) > _LOOSE:
             rule = "above-one" if total > 1 else "not-log-probabilities"
-            yield rule, f"by it the probabilities of a sample add up to {total:.2g}"
+            yield rule, f"the exponentials of its input add up to {total:.2g} per sample"
     if name in _ELEMENTWISE and input.shape != target.shape:
         pairs = torch.broadcast_tensors(input, target)[0].numel()  # type: ignore[no-untyped-call]
         if pairs > max(input.numel(), target.numel()):

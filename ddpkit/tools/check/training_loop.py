@@ -66,7 +66,7 @@ class TrainingLoop:
         mistakes = {}
         is_fused = getattr(optimizer, "grad_scale", None) is not None  # it divides by the scale itself
         if self._unscaled is not None and id(optimizer) not in self._unscaled and not is_fused:
-            mistakes["steps-scaled"] = "each step uses gradients that the scaler has multiplied"
+            mistakes["steps-scaled"] = "each step uses gradients that are still scaled"
         if not any(p.requires_grad or p.grad is not None for p in parameters_of(optimizer)):
             mistakes["frozen"] = "none of the optimizer's parameters has `requires_grad`"
         return {"events": events, "scale": self._scale, "mistakes": mistakes}
@@ -134,9 +134,9 @@ class TrainingLoop:
             kinds = [[kind for kind, *_ in self.optimizers[owner]][-1:] for owner in owners]
             mistakes = {}
             if self._unscaled is not None and self._unscaled.isdisjoint(map(id, owners)):
-                mistakes["clips-scaled"] = "each time gradients are clipped that the scaler has multiplied"
+                mistakes["clips-scaled"] = "the clipped gradients are still scaled each time"
             if all(kind != ["backward"] for kind in kinds):
-                mistakes["clips-nothing"] = "each time there is no backward pass between step and clipping"
+                mistakes["clips-nothing"] = "each time, the gradients are clipped after the step that used them"
             self._recorder.tell("clip", where=stack()[:2], mistakes=mistakes)
 
     def _scaled(self, scaler: Any, *args: Any) -> None:
@@ -164,7 +164,7 @@ class TrainingLoop:
         own = {tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers())}
         loaded = {tensor.data_ptr() for tensor in state.values() if isinstance(tensor, Tensor)}
         if self._recorder.step and loaded and loaded <= own:
-            self._mistake("loads-itself", "all tensors that it gets are the module's own")
+            self._mistake("loads-itself", "it gets the module's own tensors")
 
     def _mistake(self, rule: str, evidence: str) -> None:
         """Tell a mistake of a line once."""
@@ -235,7 +235,7 @@ def _left_over(facts: Facts) -> _Found:
         for number in range(1, len(steps)):
             more = passes[number] - read[number][1]
             if read[number][0] > read[number - 1][0] and more > 0 and passes[0] == read[0][1]:
-                seen = f"the first step of an epoch has the gradients of {more} of the epoch before as well"
+                seen = f"the first step of an epoch also has gradients of {more} micro-batches of the epoch before"
                 yield "left-over", seen, [steps[number]["events"][-1][1]]
                 break
 
@@ -251,7 +251,11 @@ def _schedules(facts: Facts) -> _Found:
     for before_it, schedule in zip(*steps[:1], *steps[-1:], strict=False):
         where = schedule["made"]
         if schedule["length"] is not None and schedule["steps"] > schedule["length"]:
-            yield "schedule-over", f"it has made {schedule['steps']} steps of {schedule['length']}", [where]
+            yield (
+                "schedule-over",
+                f"it has made {schedule['steps']} steps, and `T_max` is {schedule['length']}",
+                [where],
+            )
         is_called = any(calls_method(line, "step") for line in places(where[:1]))
         if epochs > 1 and schedule["steps"] == before_it["steps"] and not is_called:
             yield "schedule-unused", f"after {epochs} epochs nothing has called its `step`", [where]
@@ -264,7 +268,7 @@ def _averages(facts: Facts) -> _Found:
         own = [each for each in evaluated if each["network"] == network]
         trains = any(each["loader"] in facts.training for each in own)
         if len(own) > 1 and all_equal([each["hashes"] for each in own]) and not trains and own[0]["loader"]:
-            yield "average-stale", f"at {len(own)} evaluations its weights are the same", [own[0]["where"]]
+            yield "average-stale", f"its weights were the same at {len(own)} evaluations", [own[0]["where"]]
 
 
 def _divided_twice(facts: Facts) -> _Found:
@@ -276,7 +280,7 @@ def _divided_twice(facts: Facts) -> _Found:
         full = [weights for weights in totals if len(weights) == many]
         share = 1.0 / max(many, 1) ** 2
         if many > 1 and len(full) > 1 and all(abs(w - share) <= _EXACT * share for ws in full for w in ws):
-            seen = f"each of {many} micro-batches of a step counts 1/{many**2}, and all of them 1/{many}"
+            seen = f"each of {many} micro-batches of a step has the weight 1/{many**2} instead of 1/{many}"
             yield "divided-twice", seen, [steps[0]["backward"], steps[0]["losses"][0]["where"]]
 
 
@@ -296,7 +300,7 @@ def _training_mode(facts: Facts) -> _Found:
     for loader in dict.fromkeys(record["loader"] for record in calls):
         own = [record for record in calls if record["loader"] == loader]
         if all(record["mode"] == "train" for record in own):
-            seen = "batches of a loader that does not train go through dropout or batch norm in training mode"
+            seen = "dropout or batch norm is in training mode for all batches of an evaluation loader"
             yield "training-mode", seen, [own[0]["where"]]
 
 
@@ -306,7 +310,7 @@ def _outside(facts: Facts) -> _Found:
         names = [name for name in first["outside"] if all(name in step["outside"] for step in steps)]
         lost = [name for name in first["without"] if all(name in step["without"] for step in steps)]
         if names:
-            seen = f"{name_some(names)}: a gradient at each step, in no optimizer"
+            seen = f"{name_some(names)}: a gradient at each step, but in no optimizer"
             rule = "replaced-after-optimizer" if lost else "not-in-optimizer"
             yield rule, seen, [first["outside"][names[0]], first["made"]]
 

@@ -290,7 +290,7 @@ class Reference:
     def _explain(self, step: Record, position: int, ranks: int) -> str:
         """Say what is different in a step: the learning rate, the weights before it, the samples, or something else."""
         if position >= self.length:
-            return f"it went on after step {self.length}, the last of the undisturbed run"
+            return f"it continued after step {self.length}, the last of the undisturbed run"
         distance = self._distance(step, position)
         text = f"step {position + 1} is {distance:.2g} of a step away from the undisturbed run's"
         rates, meant = step["rates"], self._steps[position]["rates"]
@@ -304,8 +304,9 @@ class Reference:
             return f"{text}: samples, optimizer state or random numbers"
         if step["inputs"] == inputs[position]:
             return f"{text}, weights and inputs: the optimizer state or random numbers differ"
-        others = [str(number + 1) for number, known in enumerate(inputs) if known == step["inputs"]]
-        return f"{text} and weights: the inputs are " + (f"those of step {others[0]}" if others else "others")
+        if step["inputs"] in inputs:
+            return f"{text} and weights: the inputs are those of step {inputs.index(step['inputs']) + 1}"
+        return f"{text} and weights: the inputs differ"
 
 
 def _are_alike(rates: Sequence[float], others: Sequence[float]) -> bool:
