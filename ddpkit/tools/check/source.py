@@ -107,6 +107,7 @@ def definition(function: Any) -> list[Place]:
 
 Loop = ast.For | ast.AsyncFor | ast.While
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+_PLAIN = (ast.Name, ast.Attribute, ast.Constant, ast.BinOp, ast.operator, ast.expr_context)
 _BLOCKS = (*_FUNCTIONS, ast.For, ast.While, ast.If, ast.With)
 
 
@@ -327,6 +328,22 @@ def is_bounded() -> bool:
         if not frame.f_code.co_flags & CO_GENERATOR:
             return False
     return False
+
+
+def rounds_around() -> int | None:
+    """Return how often the loop runs in which a loader's batches are asked for; None if that is no plain `range`."""
+    for frame in own_frames(sys._getframe(1)):
+        for loop in reversed(loops_around(frame.f_code.co_filename, frame.f_lineno)):
+            if isinstance(loop, ast.While):
+                return None
+            if is_inside(loop.iter, frame.f_lineno):  # the loop over the loader
+                continue
+            ranges = [node for node in ast.walk(loop.iter) if _called(node) == "range"]
+            parts = [part for call in ranges for number in call.args for part in ast.walk(number)]  # type: ignore[attr-defined]
+            if len(ranges) != 1 or not all(isinstance(part, _PLAIN) for part in parts):
+                return None
+            return len(eval(ast.unparse(ranges[0]), frame.f_globals, dict(frame.f_locals)))
+    return None
 
 
 def _counts_rounds(loop: ast.For) -> bool:

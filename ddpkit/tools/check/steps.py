@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from inspect import getclosurevars
+from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -285,10 +287,10 @@ class Steps:
         )
 
     def _describe_schedules(self) -> list[Record]:
-        """Tell how often the schedules that are no part of others have stepped, and the length of a cosine."""
+        """Tell how often the schedules that are no part of others have stepped, and how long they are."""
         parts = [id(part) for schedule, _ in self._schedules for part in getattr(schedule, "_schedulers", [])]
         whole_ones = [(schedule, made) for schedule, made in self._schedules if id(schedule) not in parts]
-        return [{"made": m, "steps": s.last_epoch, "length": getattr(s, "T_max", None)} for s, m in whole_ones]
+        return [{"made": m, "steps": s.last_epoch} | _lengths_of(s) for s, m in whole_ones]
 
     def _without_gradient(self, parameters: list[Tensor], seen: _Seen) -> dict[str, Stack]:
         """Name the parameters without a gradient, and where a collective got what they compute, if one did."""
@@ -365,6 +367,19 @@ class Steps:
                 found[name] = {"hashes": {n: hash_of(b) for n, b in buffers.items()}, "sent": sent, "ddp": made}
                 found[name]["trained"] = any(id(p) in trained for p in root.parameters())
         return found
+
+
+def _lengths_of(schedule: Any) -> dict[str, int | None]:
+    """Tell the length of a cosine, and the steps that a schedule is made for, also by what its functions know."""
+    known = [getattr(schedule, name, 0) for name in ("T_max", "total_iters", "total_steps")]
+    for function in getattr(schedule, "lr_lambdas", []):
+        known += getattr(function, "keywords", {}).values()
+        if isinstance(function, FunctionType):
+            variables = getclosurevars(function)
+            known += [*variables.nonlocals.values(), *variables.globals.values()]
+    parts = [_lengths_of(part)["total"] or 0 for part in getattr(schedule, "_schedulers", [])]
+    total = max(0, sum(parts), *(n for n in known if isinstance(n, int)))
+    return {"length": getattr(schedule, "T_max", None), "total": total}
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:

@@ -261,6 +261,28 @@ def _schedules(facts: Facts) -> _Found:
             yield "schedule-unused", f"after {epochs} epochs nothing has called its `step`", [where]
 
 
+def _schedule_lengths(facts: Facts) -> _Found:
+    """Find schedules that step with the optimizer, made for the steps of one process or of all ranks together."""
+    epochs = [record for record in facts.first("epoch") if record["loader"] in facts.training]
+    steps = [record for record in facts.first("step") if len(record["position"]) == 1]
+    is_one = len({record["loader"] for record in epochs}) == len(facts.first("optimizer")) == 1
+    if not facts.is_distributed or not is_one or len(steps) < _SEVERAL:
+        return
+    first, last = epochs[0], steps[-1]
+    step = [record for record in steps if record["position"][0][1] == steps[0]["position"][0][1]][-1]
+    rounds, batches, made = first["rounds"], first["batches"], last["number"] - 1
+    if first["bounded"] or not rounds or not batches or batches < _SEVERAL * step["position"][0][2] // step["number"]:
+        return
+    for schedule in last["schedules"]:
+        per_step = schedule["steps"] / made
+        expected = per_step * rounds * batches * step["number"] / step["position"][0][2]
+        slack = per_step * rounds * facts.world_size
+        for length in (expected * facts.world_size, expected / facts.world_size):
+            if per_step >= 1 and abs(schedule["total"] - length) <= min(slack, length / 4):
+                seen = f"it is made for {schedule['total']} steps, and {rounds} epochs have {expected:.0f} on each rank"
+                yield "schedule-length", seen, [schedule["made"]]
+
+
 def _averages(facts: Facts) -> _Found:
     """Find networks that only evaluations use, and that stay as they are while one of the same form trains."""
     evaluated = [each for step in facts.first("step") for each in step["evaluated"]]
@@ -320,6 +342,7 @@ _RULES = (
     _zeroing,
     _left_over,
     _schedules,
+    _schedule_lengths,
     _averages,
     _divided_twice,
     _evaluation_mode,
