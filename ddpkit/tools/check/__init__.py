@@ -20,7 +20,7 @@ from ..recorder import Recorder, before
 from . import gradients, order, samples, training_loop
 from .collectives import Collectives, observe_saves
 from .facts import OF_REPLICAS, SEVERITIES, Facts, Finding, Outcome, Watch, hold_parts
-from .loaders import Ending, Samples
+from .loaders import LONGEST, Ending, Samples
 from .modules import Modules
 from .random_numbers import Windows
 from .source import raised_at
@@ -166,7 +166,7 @@ def run(args: argparse.Namespace) -> int:
     exit_when_terminated()
     script = Script(args.script, args.arguments, args.module)
     with Ranks(partial(be_rank, script, args.steps), args.ranks, args.device) as ranks:
-        return _report(args, Watch(ranks, args.timeout).run())
+        return _report(args, Watch(ranks, args.timeout, LONGEST * args.steps).run())
 
 
 def _report(args: argparse.Namespace, outcome: Outcome) -> int:

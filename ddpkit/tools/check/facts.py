@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from ..cli import announce
 from ..ranks import Rank, Ranks
 from ..recorder import Record
 from .source import Place
@@ -286,6 +287,7 @@ def _signature(record: Record) -> tuple[object, ...]:
 
 _NO_GPU = "_cuda_|compiled with CUDA|No CUDA GPUs|no NVIDIA driver|a CUDA device|no accelerator|none is available"
 _POLL = 0.1  # seconds
+_NEWS = 10.0  # seconds between two lines on stderr
 _AFTER_PARTING = 1.0  # seconds in which the ranks may say more, once they have parted
 _AFTER_FAILURE = 5.0  # seconds in which other ranks may report, once one has failed
 _AFTER_END = 20.0  # seconds in which other ranks may tell nothing, once one has ended
@@ -318,10 +320,12 @@ class Watch:
     Args:
         ranks: The ranks, started.
         timeout: Bound on the time in which no rank tells anything, in seconds.
+        most: How many optimizer steps a rank makes at most.
     """
 
-    def __init__(self, ranks: Ranks, timeout: float) -> None:
+    def __init__(self, ranks: Ranks, timeout: float, most: int) -> None:
         self._ranks = ranks
+        self._most = most
         self._timeout = timeout
         self._order = Order([rank.number for rank in ranks.all])
         self._finished: dict[int, Record] = {}
@@ -331,6 +335,7 @@ class Watch:
         begun = time.monotonic()
         deadline = begun + self._timeout
         last = begun + 1e9
+        announced = begun
         hanging = False
         while len(self._finished) < len(self._ranks.all):
             heard = False
@@ -349,6 +354,10 @@ class Watch:
                 last = min(last, now + _AFTER_PARTING)
             if any(_has_failed(record) for record in self._finished.values()):
                 last = min(last, now + _AFTER_FAILURE)
+            if now > announced + _NEWS:
+                announced = now
+                made = min(map(_steps, self._ranks.all))
+                announce(f"ddpkit check: {now - begun:.0f} s, optimizer step {made} of at most {self._most}")
             if now > min(deadline, last):
                 hanging = True
                 break

@@ -24,7 +24,7 @@ from .source import Place, Stack, awaits_stop_iteration, definition, is_bounded,
 _MANY = 2_000_000  # samples of an epoch that are listed
 _BATCHES = 64  # of an epoch that are described one by one
 _EPOCHS = 3  # that begin; the third is not finished
-_LONGEST = 3  # all epochs have at most so many times the steps of one
+LONGEST = 3  # all epochs have at most so many times the steps of one
 _UNORDERED = 20_000  # elements of a field that are hashed one by one
 _FETCHES = 3  # of each process whose random numbers are looked at
 
@@ -80,7 +80,7 @@ class Ending:
         allowed = self.steps
         if self.has_loader:  # one that fetches ahead yields one batch more after it was cut
             allowed += 1
-        is_long = steps >= _LONGEST * self.steps
+        is_long = steps >= LONGEST * self.steps
         if not self._is_uncut:
             is_long = is_long or steps - self._begun_at >= allowed
         if is_long or self._epochs > _EPOCHS:
