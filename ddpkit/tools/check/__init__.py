@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from collections import Counter
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -66,14 +67,9 @@ def _lines_of(finding: Finding) -> list[str]:
 
 
 def _tally(findings: list[Finding]) -> str:
-    if not findings:
-        return paint("nothing found", "green")
-    parts = []
-    for severity in SEVERITIES:
-        number = sum(finding.severity == severity for finding in findings)
-        if number:
-            parts.append(f"{number} {severity}")
-    return ", ".join(parts)
+    numbers = Counter(finding.severity for finding in findings)
+    parts = [f"{numbers[severity]} {severity}" for severity in SEVERITIES if severity in numbers]
+    return ", ".join(parts) or paint("nothing found", "green")
 
 
 def as_json(script: str, outcome: Outcome, findings: list[Finding]) -> str:

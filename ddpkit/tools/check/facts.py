@@ -337,7 +337,7 @@ class Watch:
         last = begun + 1e9
         announced = begun
         hanging = False
-        while len(self._finished) < len(self._ranks.all):
+        while not hanging and len(self._finished) < len(self._ranks.all):
             heard = False
             for rank, record in self._ranks.wait(_POLL):
                 heard = True
@@ -356,12 +356,13 @@ class Watch:
                 last = min(last, now + _AFTER_FAILURE)
             if now > announced + _NEWS:
                 announced = now
-                made = min(map(_steps, self._ranks.all))
-                announce(f"ddpkit check: {now - begun:.0f} s, optimizer step {made} of at most {self._most}")
-            if now > min(deadline, last):
-                hanging = True
-                break
+                self._announce(now - begun)
+            hanging = now > min(deadline, last)
         return self._outcome(hanging, time.monotonic() - begun)
+
+    def _announce(self, seconds: float) -> None:
+        made = min(map(_steps, self._ranks.all))
+        announce(f"ddpkit check: {seconds:.0f} s, optimizer step {made} of at most {self._most}")
 
     def _patience(self) -> float:
         """Bound the time in which no rank tells anything."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ..recorder import Record
 from .facts import Facts, Finding, agree, all_equal, in_function_of, name_some, places
-from .source import rank_condition, setting_lines
+from .source import rank_condition, scales_by_ranks, setting_lines
 
 _SOME_STEPS = 3  # after which a parameter without a gradient gets none
 _ROUNDING = 1e-4  # relative difference of gradients that sums in another order may have
@@ -329,21 +329,24 @@ def by_backward(losses: list[dict[str, Any]]) -> list[tuple[float, int]]:
 
 def _find_divided_twice(facts: Facts, rows: list[list[Record]]) -> Finding | None:
     """Find sums that are divided by the count of all ranks, and then averaged over ranks."""
-    shares = ""
-    step: Record = {}
-    for records in rows:
-        first = records[0]
-        totals = [_total(record["losses"]) for record in records]
-        if not first["losses"] or not first["causes"] or first["summed"] or not _near(sum(totals), 1.0):
-            return None
-        if not all_equal([round(total, 4) for total in totals]):  # else it may be a constant
-            step = first
-            shares = " and ".join(f"{total:.3f}" for total in totals)
-    if not shares or len(rows) < 2:
+    steps = [records[0] for records in rows]
+    if len(rows) < _SOME_STEPS or not all(step["losses"] and step["causes"] and not step["summed"] for step in steps):
         return None
-    evidence = f"the losses of {facts.who} have the weights {shares}, which add up to 1 instead of {facts.world_size}"
-    lines = [step["backward"], step["losses"][0]["where"][:1]]
-    return facts.finding("divided-by-all", evidence, *lines)
+    lines = by_line(steps[0]["losses"])
+    for line in lines:
+        weights = [[_total(by_line(record["losses"]).get(line, [])) for record in records] for records in rows]
+        uneven = [each for each in weights if not all_equal([round(weight, 4) for weight in each])]
+        if not uneven or not all(_near(sum(each), sum(uneven[0])) for each in weights):
+            continue
+        total = sum(uneven[0])
+        is_certain = len(lines) == 1 and _near(total, 1.0)
+        where = places(steps[0]["backward"], [line] if line else [])
+        if not is_certain and (_near(total, facts.world_size) or any(scales_by_ranks(each.file) for each in where)):
+            return None
+        shares = " and ".join(f"{weight:.3f}" for weight in uneven[0])
+        evidence = f"the losses of {facts.who} have weights such as {shares}, at each step {total:.3g} together"
+        return facts.finding("divided-by-all", evidence, where, severity="wrong" if is_certain else "suspicious")
+    return None
 
 
 def _find_sums(facts: Facts, rows: list[list[Record]]) -> Finding | None:

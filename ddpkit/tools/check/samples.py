@@ -174,9 +174,7 @@ def _differently_ordered(facts: Facts, epoch: Record) -> Finding:
 def _differently_split(facts: Facts, records: list[Record], parts: list[set[int]]) -> Finding:
     """Explain parts of one dataset that overlap, and look for samples of a validation that another rank trains on."""
     others = len(parts[0] - parts[0].intersection(*parts))
-    evidence = (
-        f"{facts.who} hold different parts of the samples: {others} of the {len(parts[0])} of rank 0 are not in all"
-    )
+    evidence = f"{facts.who} hold different parts of the samples: {others} of rank 0's {len(parts[0])} are not in all"
     trained = set.union(*parts)
     for _, rows in facts.rows("epoch", "loader", "number"):
         held = set(rows[0]["expected"] or ())
@@ -278,16 +276,11 @@ def _find_repeated_noise(facts: Facts) -> Iterator[Finding]:
     drawn = [{(e["generator"], e["state"]) for e in r["random"]["drawn"] if e["words"] >= _FEW} for r in steps]
     seen: set[tuple[str, int]] = set()
     for number, states in enumerate(drawn):
-        again = {
-            kind for kind, state in states & seen if kind != "a generator" or all((kind, state) in d for d in drawn)
-        }
+        always = set.intersection(*drawn)
+        again = {kind for kind, state in states & seen if kind != "a generator" or (kind, state) in always}
         if again and (number > 1 or "a generator" not in again):
-            evidence = (
-                f"step {number + 1} draws from states of {', '.join(sorted(again))} from which an earlier one has drawn"
-            )
-            late = [
-                record["where"] for record in facts.first("seeded") if record["step"] and record["generator"] in again
-            ]
+            evidence = f"step {number + 1} draws from the same states of {', '.join(sorted(again))} as an earlier one"
+            late = [r["where"] for r in facts.first("seeded") if r["step"] and r["generator"] in again]
             yield facts.finding("random-numbers-repeat", evidence, *late[:1], steps[number]["random"]["lines"])
         seen |= states
 

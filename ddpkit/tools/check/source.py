@@ -296,6 +296,20 @@ def _divides_by_ranks(code: CodeType) -> bool:
 
 
 @cache
+def scales_by_ranks(file: str) -> bool:
+    """Return whether a file multiplies or divides by the number of ranks, or takes a mean over them."""
+    for node in ast.walk(_syntax_of(file)):
+        text = ast.unparse(node) if isinstance(node, ast.BinOp | ast.AugAssign | ast.Call) else ""
+        if isinstance(node, ast.Call) and "mean" in text and ("reduce" in text or "gather" in text):
+            return True
+        if isinstance(getattr(node, "op", None), ast.Mult | ast.Div) and (
+            _names_ranks(node) or any(name in text for name in _numbers_of_ranks(file))
+        ):
+            return True
+    return False
+
+
+@cache
 def _numbers_of_ranks(file: str) -> set[str]:
     """Name what a file assigns the result of a call for the number of ranks, such as `get_world_size()`."""
     found = set()

@@ -320,16 +320,9 @@ class Steps:
         described = []
         for parameter, name in zip(seen.parameters, seen.names, strict=True):
             wrapped, is_managed = self.modules.wrapper_of(parameter)
-            described.append(
-                {
-                    "name": name,
-                    "shape": list(parameter.shape),
-                    "made": self.modules.made(parameter),
-                    "ddp": wrapped.made if wrapped else None,
-                    "managed": is_managed,
-                    "whole": whole(parameter) is not None,
-                }
-            )
+            told = {"name": name, "shape": list(parameter.shape), "made": self.modules.made(parameter)}
+            told |= {"ddp": wrapped.made if wrapped else None, "managed": is_managed}
+            described.append(told | {"whole": whole(parameter) is not None})
         self.recorder.tell("optimizer", optimizer=seen.number, made=seen.made, parameters=described)
 
     def _others(self, parameters: list[Tensor]) -> dict[str, list[Any]]:
