@@ -114,7 +114,7 @@ _FOLLOW = {  # what another finding explains
 
 
 def find_all(facts: Facts) -> list[Finding]:
-    """Return the findings, the worst first, without those that follow from others."""
+    """Return the findings, the worst first, one of a kind for a line, without those that follow from others."""
     found = [*training_loop.find(facts), *gradients.find_without(facts), *samples.find_alone(facts)]
     for subject in _SUBJECTS if facts.is_distributed else ():
         found += subject.find(facts)
@@ -122,7 +122,11 @@ def find_all(facts: Facts) -> list[Finding]:
     explained = {kind for cause in kinds for kind in _FOLLOW.get(cause, ())}
     if kinds & OF_REPLICAS and hold_parts(facts):
         explained |= OF_REPLICAS
-    return sorted((finding for finding in found if finding.kind not in explained), key=_badness)
+    by_line: dict[Any, Finding] = {}
+    for finding in sorted(found, key=_badness):
+        if finding.kind not in explained:
+            by_line.setdefault((finding.kind, finding.where), finding)
+    return list(by_line.values())
 
 
 def _badness(finding: Finding) -> int:

@@ -16,17 +16,13 @@ _FEW = 8  # words: a choice that all ranks are to make alike takes as many
 
 
 def find(facts: Facts) -> Iterator[Finding]:
-    """Look at each loader, at its first epochs; loaders that one line makes have one bug."""
+    """Look at each loader, at its first epochs."""
     training = facts.training
     done: set[str] = set()
-    told: set[tuple[str, Place | None]] = set()
     for (loader, _), records in facts.rows("epoch", "loader", "number"):
         found = None if loader in done else _examine(facts, records, loader in training)
-        if found is None:
-            continue
-        done.add(loader)
-        if (found.kind, found.where) not in told:  # a function may make a loader each time it is called
-            told.add((found.kind, found.where))
+        if found is not None:
+            done.add(loader)
             yield found
     if not training:
         yield from _find_equal_inputs(facts)

@@ -276,10 +276,7 @@ class Steps:
             class_name=type(optimizer).__name__,
             made=seen.made,
             joined=dist.is_initialized(),
-            modes=self.loop.modes(optimizer),
             switched=self.modules.switched,
-            outside=self.loop.outside(optimizer),
-            evaluated=self.loop.evaluated(),
             schedules=self._describe_schedules(),
             **self.loop.take(optimizer),
             random=self.windows.close(),
@@ -320,7 +317,7 @@ class Steps:
         described = []
         for parameter, name in zip(seen.parameters, seen.names, strict=True):
             wrapped, is_managed = self.modules.wrapper_of(parameter)
-            told = {"name": name, "shape": list(parameter.shape), "made": self.modules.made(parameter)}
+            told: Record = {"name": name, "shape": list(parameter.shape), "made": self.modules.made(parameter)}
             told |= {"ddp": wrapped.made if wrapped else None, "managed": is_managed}
             described.append(told | {"whole": whole(parameter) is not None})
         self.recorder.tell("optimizer", optimizer=seen.number, made=seen.made, parameters=described)

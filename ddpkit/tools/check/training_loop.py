@@ -17,7 +17,7 @@ from ..recorder import Record, Recorder, after, before, hash_of, parameters_of
 from .facts import Facts, Finding, all_equal, name_some, places
 from .gradients import by_backward, by_line
 from .modules import Modules
-from .source import Place, Stack, calls_method, stack
+from .source import Stack, calls_method, stack
 
 _MANY = 64  # events that are kept between two steps of an optimizer
 _SEVERAL = 3  # steps or calls, all of which must show a mistake
@@ -60,7 +60,7 @@ class TrainingLoop:
             before(functional, name, self._drop)
 
     def take(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return what happened to an optimizer's gradients before this step, their scale, and mistakes."""
+        """Return what happened to an optimizer's gradients before this step, and to its networks."""
         events = self.optimizers.get(optimizer, [])
         self.optimizers[optimizer] = []
         mistakes = {}
@@ -69,9 +69,14 @@ class TrainingLoop:
             mistakes["steps-scaled"] = "each step uses gradients that are still scaled"
         if not any(p.requires_grad or p.grad is not None for p in parameters_of(optimizer)):
             mistakes["frozen"] = "none of the optimizer's parameters has `requires_grad`"
-        return {"events": events, "scale": self._scale, "mistakes": mistakes}
+        networks = {
+            "modes": self._modes(optimizer),
+            "outside": self._outside(optimizer),
+            "evaluated": self._evaluated(),
+        }
+        return {"events": events, "scale": self._scale, "mistakes": mistakes, **networks}
 
-    def outside(self, optimizer: Optimizer) -> dict[str, Any]:
+    def _outside(self, optimizer: Optimizer) -> dict[str, Any]:
         """Describe the parameters of an optimizer's networks that have a gradient and are in no optimizer."""
         own = set(map(id, parameters_of(optimizer)))
         known = {id(p) for other in list(self.optimizers) for p in parameters_of(other)} | own
@@ -85,7 +90,7 @@ class TrainingLoop:
                     found[name.removeprefix("module.")] = self._modules.made(parameter)
         return found
 
-    def evaluated(self) -> list[Record]:
+    def _evaluated(self) -> list[Record]:
         """Describe networks that were evaluated since the last step, are in no optimizer, and resemble one that is."""
         known = {id(p) for optimizer in list(self.optimizers) for p in parameters_of(optimizer)}
         trained = [[p.shape for p in network.parameters()] for network, _ in self._modules.networks]
@@ -98,7 +103,7 @@ class TrainingLoop:
                 found.append({"network": id(network), "hashes": hashes, "loader": loader, "where": where})
         return found
 
-    def modes(self, optimizer: Optimizer) -> list[str]:
+    def _modes(self, optimizer: Optimizer) -> list[str]:
         """List the modes in which an optimizer's networks have computed gradients since the last step."""
         own = set(map(id, parameters_of(optimizer)))
         networks = self._modules.networks
@@ -263,23 +268,24 @@ def _schedules(facts: Facts) -> _Found:
 
 def _schedule_lengths(facts: Facts) -> _Found:
     """Find schedules that step with the optimizer, made for the steps of one process or of all ranks together."""
-    epochs = [record for record in facts.first("epoch") if record["loader"] in facts.training]
-    steps = [record for record in facts.first("step") if len(record["position"]) == 1]
-    is_one = len({record["loader"] for record in epochs}) == len(facts.first("optimizer")) == 1
+    steps = [step for step in facts.first("step") if step["position"]]
+    is_one = len(facts.training) == len(facts.first("optimizer")) == 1
     if not facts.is_distributed or not is_one or len(steps) < _SEVERAL:
         return
-    first, last = epochs[0], steps[-1]
-    step = [record for record in steps if record["position"][0][1] == steps[0]["position"][0][1]][-1]
-    rounds, batches, made = first["rounds"], first["batches"], last["number"] - 1
-    if first["bounded"] or not rounds or not batches or batches < _SEVERAL * step["position"][0][2] // step["number"]:
+    some, last = steps[_SEVERAL - 1], steps[-1]
+    ((loader, number, read),) = some["position"]
+    epoch = next(r for r in facts.first("epoch") if (r["loader"], r["number"]) == (loader, number))
+    if number != steps[0]["position"][0][1] or epoch["bounded"] or not epoch["rounds"] or not epoch["batches"]:
         return
     for schedule in last["schedules"]:
-        per_step = schedule["steps"] / made
-        expected = per_step * rounds * batches * step["number"] / step["position"][0][2]
-        slack = per_step * rounds * facts.world_size
+        per_step = schedule["steps"] / (last["number"] - 1)
+        expected = per_step * epoch["rounds"] * epoch["batches"] * some["number"] / read
         for length in (expected * facts.world_size, expected / facts.world_size):
-            if per_step >= 1 and abs(schedule["total"] - length) <= min(slack, length / 4):
-                seen = f"it is made for {schedule['total']} steps, and {rounds} epochs have {expected:.0f} on each rank"
+            error = abs(schedule["total"] - length)
+            if per_step >= 1 and error <= min(length / 4, per_step * epoch["rounds"] * facts.world_size):
+                seen = (
+                    f"it is made for {schedule['total']} steps; {epoch['rounds']} epochs have {expected:.0f} per rank"
+                )
                 yield "schedule-length", seen, [schedule["made"]]
 
 
@@ -352,11 +358,7 @@ _RULES = (
 
 
 def find(facts: Facts) -> Iterator[Finding]:
-    """Apply each rule; a line has one mistake of a kind."""
-    told: set[tuple[str, Place | None]] = set()
+    """Apply each rule."""
     for look in _RULES:
         for rule, evidence, lines in look(facts):
-            found = facts.finding(rule, evidence, *lines)
-            if (found.kind, found.where) not in told:
-                told.add((found.kind, found.where))
-                yield found
+            yield facts.finding(rule, evidence, *lines)
