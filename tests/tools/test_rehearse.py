@@ -246,7 +246,7 @@ def test_an_orderly_stop_loses_no_step_and_its_bits_are_those_of_the_undisturbed
         (["-n", "2,x", str(SCRIPT)], "-n takes numbers of ranks"),
         (["--kinds", "flood", str(SCRIPT)], "--kinds knows kill"),
         (["--trials", "0", str(SCRIPT)], "count from 1"),
-        (["-n", "1", "stepless.py"], "made less than two steps of a torch optimizer"),
+        (["-n", "1", "stepless.py"], "made fewer than two steps of a torch optimizer"),
         (["-n", "1", "raises.py"], "rank 0 exited with code 1: ZeroDivisionError"),
         (["-n", "1", "--timeout", "3", "hangs.py"], "the script hangs on 1 rank"),
     ],

@@ -353,17 +353,9 @@ class _Planned:
         if all(isinstance(i, int | np.integer) for i in flat):
             plan = [int(i) if mapping is None else mapping[i] for i in flat]
         ordered, unordered = _digest_of(base)
-        self._recorder.tell(
-            "epoch",
-            batches=len(ahead),
-            plan=plan,
-            expected=None if mapping is None else sorted(set(mapping)),
-            total=len(self._dataset),
-            base=id(base),
-            dataset=ordered,
-            contents=unordered,
-            **self._described,
-        )
+        told = {"batches": len(ahead), "plan": plan, "total": len(self._dataset), "base": id(base)}
+        told["expected"] = None if mapping is None else sorted(set(mapping))
+        self._recorder.tell("epoch", dataset=ordered, contents=unordered, **told, **self._described)
 
 
 def _as_list(batch: Any) -> list[Any] | tuple[Any, ...]:

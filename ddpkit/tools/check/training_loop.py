@@ -343,18 +343,8 @@ def _outside(facts: Facts) -> _Found:
             yield rule, seen, [first["outside"][names[0]], first["made"]]
 
 
-_RULES = (
-    _seen,
-    _zeroing,
-    _left_over,
-    _schedules,
-    _schedule_lengths,
-    _averages,
-    _divided_twice,
-    _evaluation_mode,
-    _training_mode,
-    _outside,
-)
+_OF_GRADIENTS = (_zeroing, _left_over, _divided_twice, _outside)
+_RULES = (_seen, *_OF_GRADIENTS, _schedules, _schedule_lengths, _averages, _evaluation_mode, _training_mode)
 
 
 def find(facts: Facts) -> Iterator[Finding]:

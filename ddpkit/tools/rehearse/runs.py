@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from ..ranks import Ranks, Script
 from ..recorder import Record
@@ -257,15 +256,11 @@ class Reference:
     def _measure_steps(self) -> list[float]:
         """Measure how far each optimizer's step moves its weights: the median of its steps."""
         moved: dict[str, list[float]] = {}
-        before: dict[str, npt.NDArray[np.float64]] = {}
-        for step, weights in zip(self._steps, self._weights, strict=True):
-            name = step["optimizer"]
-            if name in before and before[name].shape == weights.shape:
-                moved.setdefault(name, []).append(float(np.linalg.norm(weights - before[name])))
-            before[name] = weights
+        for step, before, weights in zip(self._steps, self._before, self._weights, strict=True):
+            moved.setdefault(step["optimizer"], []).append(float(np.linalg.norm(weights - before)))
         smallest = float(np.finfo(np.float64).tiny)
         sizes = {name: max(float(np.median(lengths)), smallest) for name, lengths in moved.items()}
-        return [sizes.get(step["optimizer"], 1.0) for step in self._steps]
+        return [sizes[step["optimizer"]] for step in self._steps]
 
     def _distance(self, step: Record, position: int, when: str = "weights") -> float:
         """Return the distance of a step from one of the undisturbed run, after it or "before"."""
