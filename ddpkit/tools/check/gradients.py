@@ -290,7 +290,8 @@ def _total(losses: list[dict[str, Any]]) -> float:
     return float(sum(loss["total"] for loss in losses))
 
 
-def _near(one: float, other: float) -> bool:
+def near(one: float, other: float) -> bool:
+    """Return whether two numbers are meant to be equal."""
     return abs(one - other) <= _EXACT * max(abs(one), abs(other))
 
 
@@ -309,7 +310,7 @@ def _find_uneven(facts: Facts, rows: list[list[Record]]) -> Finding | None:
                 continue  # the last batch of an epoch may be uneven
             totals, counts = zip(*(loss for rank in losses for loss in rank), strict=True)
             is_uneven = min(counts) > 0 and max(counts) > _UNEVEN * min(counts)
-            if is_uneven and _near(min(totals), max(totals)) and max(totals) > 0:
+            if is_uneven and near(min(totals), max(totals)) and max(totals) > 0:
                 step = records[0]
                 many = f"{min(counts)} to {max(counts)}"
                 evidence = f"at optimizer step {step['number']} means over {many} samples or tokens get equal weights"
@@ -336,12 +337,12 @@ def _find_divided_twice(facts: Facts, rows: list[list[Record]]) -> Finding | Non
     for line in lines:
         weights = [[_total(by_line(record["losses"]).get(line, [])) for record in records] for records in rows]
         uneven = [each for each in weights if not all_equal([round(weight, 4) for weight in each])]
-        if not uneven or not all(_near(sum(each), sum(uneven[0])) for each in weights):
+        if not uneven or not all(near(sum(each), sum(uneven[0])) for each in weights):
             continue
         total = sum(uneven[0])
-        is_certain = len(lines) == 1 and _near(total, 1.0)
+        is_certain = len(lines) == 1 and near(total, 1.0)
         where = places(steps[0]["backward"], [line] if line else [])
-        if not is_certain and (_near(total, facts.world_size) or any(scales_by_ranks(each.file) for each in where)):
+        if not is_certain and (near(total, facts.world_size) or any(scales_by_ranks(each.file) for each in where)):
             return None
         shares = " and ".join(f"{weight:.3f}" for weight in uneven[0])
         evidence = f"the losses of {facts.who} have weights such as {shares}, at each step {total:.3g} together"
@@ -353,7 +354,7 @@ def _find_sums(facts: Facts, rows: list[list[Record]]) -> Finding | None:
     """Find gradients that are added up over ranks, and never divided."""
     for records in rows:
         summed = records[0]["summed"]
-        if not summed or not _near(summed["ratio"], 1.0):
+        if not summed or not near(summed["ratio"], 1.0):
             continue
         divides = any(record["divides"] for record in records if record["summed"])
         if divides or _counts_travel(facts) or _are_one_mean([record["losses"] for record in records]):
@@ -374,7 +375,7 @@ def _severity(step: Record) -> str:
 def _are_one_mean(by_rank: list[list[dict[str, Any]]]) -> bool:
     """Return whether sums over samples were divided before by the number of samples of all ranks: they weigh 1."""
     sums = by_line([loss for losses in by_rank for loss in losses if loss["summed"]])
-    return any(_near(_total(losses), 1.0) for losses in sums.values())
+    return any(near(_total(losses), 1.0) for losses in sums.values())
 
 
 def _counts_travel(facts: Facts) -> bool:

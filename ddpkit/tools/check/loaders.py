@@ -346,7 +346,8 @@ class _Planned:
         yield from batches
 
     def _tell(self, ahead: list[Any]) -> None:
-        self._known.planned = len(ahead)
+        if self._described["sampler"] != "MicroBatchSampler":  # of which ranks have different numbers
+            self._known.planned = len(ahead)
         flat = [index for batch in ahead for index in _as_list(batch)]
         base, mapping = _base_of(self._dataset)
         plan: list[int] | None = None

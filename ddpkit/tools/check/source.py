@@ -287,10 +287,7 @@ def _divides_by_ranks(code: CodeType) -> bool:
             divisor = node.value
         elif isinstance(node, ast.Call) and _called(node) in ("div", "div_") and node.args:
             divisor = node.args[0]
-        if divisor is None:
-            continue
-        names = {ast.unparse(part) for part in ast.walk(divisor) if isinstance(part, ast.Name | ast.Attribute)}
-        if _names_ranks(divisor) or names & _numbers_of_ranks(code.co_filename):
+        if divisor is not None and _holds_ranks(divisor, code.co_filename):
             return True
     return False
 
@@ -299,14 +296,18 @@ def _divides_by_ranks(code: CodeType) -> bool:
 def scales_by_ranks(file: str) -> bool:
     """Return whether a file multiplies or divides by the number of ranks, or takes a mean over them."""
     for node in ast.walk(_syntax_of(file)):
-        text = ast.unparse(node) if isinstance(node, ast.BinOp | ast.AugAssign | ast.Call) else ""
-        if isinstance(node, ast.Call) and "mean" in text and ("reduce" in text or "gather" in text):
+        text = ast.unparse(node) if isinstance(node, ast.Call) else ""
+        if "mean" in text and ("reduce" in text or "gather" in text):
             return True
-        if isinstance(getattr(node, "op", None), ast.Mult | ast.Div) and (
-            _names_ranks(node) or any(name in text for name in _numbers_of_ranks(file))
-        ):
+        if isinstance(getattr(node, "op", None), ast.Mult | ast.Div) and _holds_ranks(node, file):
             return True
     return False
+
+
+def _holds_ranks(node: ast.AST, file: str) -> bool:
+    """Return whether an expression has the number of ranks in it, also by a variable of its file."""
+    names = {ast.unparse(part) for part in ast.walk(node) if isinstance(part, ast.Name | ast.Attribute)}
+    return _names_ranks(node) or bool(names & _numbers_of_ranks(file))
 
 
 @cache
@@ -353,8 +354,8 @@ def rounds_around() -> int | None:
             if is_inside(loop.iter, frame.f_lineno):  # the loop over the loader
                 continue
             ranges = [node for node in ast.walk(loop.iter) if _called(node) == "range"]
-            parts = [part for call in ranges for number in call.args for part in ast.walk(number)]  # type: ignore[attr-defined]
-            if len(ranges) != 1 or not all(isinstance(part, _PLAIN) for part in parts):
+            parts = [part for part in ast.walk(ranges[0]) if part is not ranges[0]] if ranges else []
+            if not parts or not all(isinstance(part, _PLAIN) for part in parts):
                 return None
             return len(eval(ast.unparse(ranges[0]), frame.f_globals, dict(frame.f_locals)))
     return None

@@ -9,29 +9,15 @@ from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..recorder import (
-    Function,
-    Record,
-    Recorder,
-    after,
-    before,
-    guarded,
-    hash_of,
-    parameters_of,
-    replace,
-    sample,
-    small_hashes,
-    whole,
-)
-from .collectives import Collectives
+from ..recorder import Function, Recorder, after, before, guarded, hash_of, parameters_of, replace, sample, whole
+from .collectives import Collectives, tell_values
 from .loaders import Ending, Samples
 from .modules import Modules, roots, variables
 from .random_numbers import Windows
@@ -251,7 +237,7 @@ class Steps:
             if plain is not None:
                 self.collectives.trained[plain.data_ptr()] = (seen.number, name)
         if self.recorder.step == 1:
-            self._tell_values()
+            tell_values(self.recorder)
         gradients = [_whole_gradient(p) for p in parameters]
         summed = self._summed(gradients)
         self.recorder.tell(
@@ -283,7 +269,7 @@ class Steps:
             loaded=self._loaded,
         )
 
-    def _describe_schedules(self) -> list[Record]:
+    def _describe_schedules(self) -> list[dict[str, Any]]:
         """Tell how often the schedules that are no part of others have stepped, and how long they are."""
         parts = [id(part) for schedule, _ in self._schedules for part in getattr(schedule, "_schedulers", [])]
         whole_ones = [(schedule, made) for schedule, made in self._schedules if id(schedule) not in parts]
@@ -304,20 +290,13 @@ class Steps:
         ratio = (sum(entry["square"] for entry in sums) / square) ** 0.5 if square else 0.0
         return sums[0] | {"ratio": ratio}
 
-    def _tell_values(self) -> None:
-        """Tell hashes of the small tensors that variables hold at the first step."""
-        for name, value in list(variables()):
-            if isinstance(value, Tensor | np.ndarray) and not isinstance(value, nn.Parameter):
-                for hashed in small_hashes(value):
-                    self.recorder.tell("value", name=name, hash=hashed)
-
     def _introduce(self, seen: _Seen) -> None:
         """Tell the names of an optimiser's parameters, and where they come from."""
         seen.names = _names_of(seen.parameters)
         described = []
         for parameter, name in zip(seen.parameters, seen.names, strict=True):
             wrapped, is_managed = self.modules.wrapper_of(parameter)
-            told: Record = {"name": name, "shape": list(parameter.shape), "made": self.modules.made(parameter)}
+            told: dict[str, Any] = {"name": name, "shape": list(parameter.shape), "made": self.modules.made(parameter)}
             told |= {"ddp": wrapped.made if wrapped else None, "managed": is_managed}
             described.append(told | {"whole": whole(parameter) is not None})
         self.recorder.tell("optimizer", optimizer=seen.number, made=seen.made, parameters=described)
@@ -365,8 +344,7 @@ def _lengths_of(schedule: Any) -> dict[str, int | None]:
     for function in getattr(schedule, "lr_lambdas", []):
         known += getattr(function, "keywords", {}).values()
         if isinstance(function, FunctionType):
-            variables = getclosurevars(function)
-            known += [*variables.nonlocals.values(), *variables.globals.values()]
+            known += [value for names in getclosurevars(function)[:2] for value in names.values()]
     parts = [_lengths_of(part)["total"] or 0 for part in getattr(schedule, "_schedulers", [])]
     total = max(0, sum(parts), *(n for n in known if isinstance(n, int)))
     return {"length": getattr(schedule, "T_max", None), "total": total}

@@ -15,14 +15,13 @@ from torch.optim import Optimizer
 
 from ..recorder import Record, Recorder, after, before, hash_of, parameters_of
 from .facts import Facts, Finding, all_equal, name_some, places
-from .gradients import by_backward, by_line
+from .gradients import by_backward, by_line, near
 from .modules import Modules
 from .source import Stack, calls_method, stack
 
 _MANY = 64  # events that are kept between two steps of an optimizer
 _SEVERAL = 3  # steps or calls, all of which must show a mistake
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout")
-_EXACT = 1e-3  # relative difference of numbers that are meant to be equal
 
 
 class TrainingLoop:
@@ -43,7 +42,7 @@ class TrainingLoop:
 
     def install(self) -> None:
         """Begin."""
-        after(Optimizer, "__init__", self._made)
+        after(Optimizer, "__init__", lambda optimizer, *args, **kwargs: self.optimizers.setdefault(optimizer, []))
         before(Optimizer, "zero_grad", lambda optimizer, *args, **kwargs: self._zero([optimizer]))
         before(nn.Module, "zero_grad", self._zero_module)
         for name in ("backward", "grad"):
@@ -108,9 +107,6 @@ class TrainingLoop:
         own = set(map(id, parameters_of(optimizer)))
         networks = self._modules.networks
         return sorted({mode for network, mode in networks if mode and own & set(map(id, network.parameters()))})
-
-    def _made(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        self.optimizers.setdefault(optimizer, [])
 
     def _note(self, kind: str, optimizer: Optimizer) -> None:
         events = self.optimizers.setdefault(optimizer, [])
@@ -267,7 +263,7 @@ def _schedules(facts: Facts) -> _Found:
 
 
 def _schedule_lengths(facts: Facts) -> _Found:
-    """Find schedules that step with the optimizer, made for the steps of one process or of all ranks together."""
+    """Find schedules that step with the optimizer, and are made for the steps of one process with all samples."""
     steps = [step for step in facts.first("step") if step["position"]]
     is_one = len(facts.training) == len(facts.first("optimizer")) == 1
     if not facts.is_distributed or not is_one or len(steps) < _SEVERAL:
@@ -280,13 +276,10 @@ def _schedule_lengths(facts: Facts) -> _Found:
     for schedule in last["schedules"]:
         per_step = schedule["steps"] / (last["number"] - 1)
         expected = per_step * epoch["rounds"] * epoch["batches"] * some["number"] / read
-        for length in (expected * facts.world_size, expected / facts.world_size):
-            error = abs(schedule["total"] - length)
-            if per_step >= 1 and error <= min(length / 4, per_step * epoch["rounds"] * facts.world_size):
-                seen = (
-                    f"it is made for {schedule['total']} steps; {epoch['rounds']} epochs have {expected:.0f} per rank"
-                )
-                yield "schedule-length", seen, [schedule["made"]]
+        error = abs(schedule["total"] - expected * facts.world_size)
+        if per_step >= 1 and error <= min(expected / 4, per_step * epoch["rounds"] * facts.world_size):
+            seen = f"it is made for {schedule['total']} steps; {epoch['rounds']} epochs have {expected:.0f} per rank"
+            yield "schedule-length", seen, [schedule["made"]]
 
 
 def _averages(facts: Facts) -> _Found:
@@ -307,7 +300,7 @@ def _divided_twice(facts: Facts) -> _Found:
         many = max(map(len, totals))
         full = [weights for weights in totals if len(weights) == many]
         share = 1.0 / max(many, 1) ** 2
-        if many > 1 and len(full) > 1 and all(abs(w - share) <= _EXACT * share for ws in full for w in ws):
+        if many > 1 and len(full) > 1 and all(near(w, share) for ws in full for w in ws):
             seen = f"each of {many} micro-batches of a step has the weight 1/{many**2} instead of 1/{many}"
             yield "divided-twice", seen, [steps[0]["backward"], steps[0]["losses"][0]["where"]]
 

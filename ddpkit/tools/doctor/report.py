@@ -199,8 +199,7 @@ class Report:
         except LaunchError:
             raise
         except RuntimeError as error:
-            reason = "rank 0 has ended: see its report"
-            raise LaunchError(f"The store is closed, because {reason}.") from error
+            raise LaunchError("The store is closed, because rank 0 has ended: see its report.") from error
         if missing:
             raise LaunchError(
                 f"{name_ranks(missing).capitalize()} of {len(keys)} did not come within {self.timeout:g} s. "
