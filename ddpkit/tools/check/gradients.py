@@ -345,7 +345,7 @@ def _find_divided_twice(facts: Facts, rows: list[list[Record]]) -> Finding | Non
         if not is_certain and (near(total, facts.world_size) or any(scales_by_ranks(each.file) for each in where)):
             return None
         shares = " and ".join(f"{weight:.3f}" for weight in uneven[0])
-        evidence = f"the losses of {facts.who} have weights such as {shares}, at each step {total:.3g} together"
+        evidence = f"the losses of {facts.who} have weights such as {shares}, which always add up to {total:.3g}"
         return facts.finding("divided-by-all", evidence, where, severity="wrong" if is_certain else "suspicious")
     return None
 
