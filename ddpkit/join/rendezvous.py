@@ -369,5 +369,5 @@ def _refuse_second_claim(generation: Generation, me: Member, holder: Member) -> 
 
 def _say_who_is_absent(generation: Generation, world_size: int, timeout: timedelta) -> str:
     absent = [rank for rank in range(world_size) if not generation.store.check([claim_key(rank)])]
-    advice = "Are they running, with this MASTER_ADDR and MASTER_PORT?"
+    advice = "Check that each one is running, with this MASTER_ADDR and MASTER_PORT."
     return f"Ranks {absent} of {world_size} did not join within {timeout}. {advice}"

@@ -141,7 +141,7 @@ def _disagreement(alike: ByRank) -> str:
     """Describe a skip that only some ranks made; "" if there is none."""
     skipped = [rank for rank, report in alike.items() if report.skipped and not hasattr(report, "wasxfail")]
     if 0 < len(skipped) < len(alike):
-        return f"Rank {skipped[0]} skipped the test and others did not; all ranks must, or none."
+        return f"Rank {skipped[0]} skipped the test, other ranks did not. Skip it on all ranks or on none."
     return ""
 
 

@@ -92,7 +92,7 @@ def _jobs(args: argparse.Namespace) -> list[int]:
     gpus = count_accelerators() if device is None or device.type != "cpu" else 0
     ranks = sorted(set(args.ranks or default_ranks(gpus or len(usable_cores()))))
     if ranks[0] == 1:
-        raise BadFlag("--ranks 1: one rank has nobody to talk to.")
+        raise BadFlag("--ranks 1: one rank cannot communicate.")
     return ranks
 
 

@@ -193,13 +193,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     jobs = "its MASTER_ADDR:MASTER_PORT, which rank 0 logs when it has joined (default: the job on this machine)"
     add("--job", type=_address, metavar="HOST:PORT", help=jobs)
-    add(
-        "--timeout",
-        type=positive_seconds,
-        default=2.0,
-        metavar="SECONDS",
-        help="bound on the ranks' answers (default 2)",
-    )
+    bound = "bound on the ranks' answers (default 2)"
+    add("--timeout", type=positive_seconds, default=2.0, metavar="SECONDS", help=bound)
     add("--json", action="store_true", help="print one JSON object to stdout and nothing else")
 
 

@@ -51,10 +51,11 @@ def needs(path: Path) -> list[str]:
     return [package for package in found if importlib.util.find_spec(package) is None]
 
 
-def begin(words: list[str], out: str) -> None:
+def begin(words: list[str], out: str, news: float = LATE) -> None:
     """Be the command line, in a process that has imported torch."""
     os.environ["OUT"] = out
     observed._AFTER_END = 4.0
+    observed._NEWS = news
     sys.path[0] = str(Path(out))
     sys.exit(cli.main(["check", *words]))
 
@@ -169,9 +170,13 @@ def test_a_script_that_hangs_is_ended_with_the_stacks_and_leaves_no_process(tmp_
         f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {sleeper!r}], start_new_session=True)"
     )
     script.write_text(f"{start}\n\ndef wait_for_ever():\n    time.sleep(3600)\n\nwait_for_ever()\n")
-    code, report = check(script, tmp_path, "--timeout", "3")
-    assert code == 2
-    assert "no rank told anything for 3 s" in report["trouble"]
+    words = ["--json", "--timeout", "3", str(script)]
+    (ended,) = run(begin, [{"OMP_NUM_THREADS": "1"}], words, str(tmp_path), 1.0, timeout=LATE)
+    progress, brace, text = ended.output.partition("{")
+    report = json.loads(brace + text)
+    assert ended.code == 2
+    assert re.search(r"^ddpkit check: \d+ s, optimizer step 0 of at most 15 \.\.\.$", progress, re.MULTILINE)
+    assert "no rank made progress for 3 s" in report["trouble"]
     assert any("wait_for_ever" in line for line in report["details"])
     with suppress(FileNotFoundError):  # it may not have begun
         with pytest.raises(ProcessLookupError):
@@ -184,7 +189,7 @@ def test_a_rank_that_goes_on_when_another_has_ended_is_named_with_its_stack(tmp_
     script.write_text(TRAIN.replace("    optimizer.step()", f"    optimizer.step()\n{parting}"))
     code, report = check(script, tmp_path)
     assert (code, report["findings"]) == (2, [])
-    assert "rank 0 went on when rank 1 had ended" in report["trouble"] and report["seconds"] < 100.0
+    assert "rank 0 did not end after rank 1 had ended" in report["trouble"] and report["seconds"] < 100.0
     assert any("train.py" in line for line in report["details"])
 
 

@@ -76,7 +76,7 @@ def test_the_digits_train_on_two_ranks(mpirun: list[str], kind: str, tmp_path: P
 def test_the_doctor_examines_an_mpi_job() -> None:
     (end,) = launch([*OPENMPI, "-n", "2", *PYTHON, "-m", "ddpkit", "doctor", "--device", "cpu"])
     assert end.code == 0 and "2 ranks over gloo" in end.output and "openmpi: rank 0 of 2" in end.output, end
-    assert "opening the store where the launcher leads" in end.output
+    assert "opening the store of the launcher" in end.output
 
 
 @pytest.mark.parametrize(("mpirun", "kind"), KINDS)

@@ -148,7 +148,7 @@ def test_under_torchrun_the_jobs_own_ranks_are_measured() -> None:
         ("--ranks 0", "argument --ranks: '0' is not a positive number"),
         ("--ranks 2 -1", "argument --ranks: '-1' is not a positive number"),
         ("--ranks two", "argument --ranks: 'two' is not a positive number"),
-        ("--ranks 1 2", "--ranks 1: one rank has nobody to talk to"),
+        ("--ranks 1 2", "--ranks 1: one rank cannot communicate"),
         ("--seconds 0", "argument --seconds: '0' is not a positive number of seconds"),
         ("--seconds nan", "'nan' is not a positive number of seconds"),
         ("--seconds inf", "'inf' is not a positive number of seconds"),

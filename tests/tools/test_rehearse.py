@@ -160,7 +160,7 @@ def test_what_other_libraries_save_is_rehearsed(package: str, bug: str, wrong: s
 @pytest.mark.storm
 def test_a_script_that_never_resumes_is_told_so(tmp_path: Path) -> None:
     code, output = rehearse(tmp_path, "-n", "2", "--trials", "2", "--kinds", "kill", str(SCRIPT), "anew", "{folder}")
-    assert code == 1 and "no start went on where the one before had ended" in output, output
+    assert code == 1 and "no start continued from the last one" in output, output
 
 
 @pytest.mark.storm
@@ -246,7 +246,7 @@ def test_an_orderly_stop_loses_no_step_and_its_bits_are_those_of_the_undisturbed
         (["-n", "2,x", str(SCRIPT)], "-n takes numbers of ranks"),
         (["--kinds", "flood", str(SCRIPT)], "--kinds knows kill"),
         (["--trials", "0", str(SCRIPT)], "count from 1"),
-        (["-n", "1", "stepless.py"], "made less than two steps of a torch optimizer"),
+        (["-n", "1", "stepless.py"], "made fewer than two steps of a torch optimizer"),
         (["-n", "1", "raises.py"], "rank 0 exited with code 1: ZeroDivisionError"),
         (["-n", "1", "--timeout", "3", "hangs.py"], "the script hangs on 1 rank"),
     ],
@@ -324,7 +324,7 @@ def test_steps_are_found_again_wherever_a_life_begins() -> None:
     flat = Reference(run_of([1.0, 2.0, 3.0, 3.0, 3.0, 3.0]))
     assert flat.follow(run_of([3.0, 3.0]), made=4).stretches == [[5, 6]]
     assert "step 2 is nan" in reference.follow(run_of([1.0, float("nan")])).first_difference
-    assert "it went on after step 6" in reference.follow(run_of([6.0, 9.0])).first_difference
+    assert "it continued after step 6" in reference.follow(run_of([6.0, 9.0])).first_difference
 
 
 def test_learning_rates_are_told_from_other_weights() -> None:
@@ -343,7 +343,7 @@ def test_weights_and_inputs_are_compared_before_an_optimizer_is_blamed() -> None
         "step 3 is 0.6 of a step away from the undisturbed run's, with the same learning rate and weights: "
         "the inputs are those of step 1"
     )
-    assert explain("x").endswith("the inputs are others")
+    assert explain("x").endswith("the inputs differ")
     assert explain("c").endswith("weights and inputs: the optimizer state or random numbers differ")
     assert explain("").endswith("samples, optimizer state or random numbers")
 

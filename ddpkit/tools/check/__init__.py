@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from collections import Counter
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from ..recorder import Recorder, before
 from . import gradients, order, samples, training_loop
 from .collectives import Collectives, observe_saves
 from .facts import OF_REPLICAS, SEVERITIES, Facts, Finding, Outcome, Watch, hold_parts
-from .loaders import Ending, Samples
+from .loaders import LONGEST, Ending, Samples
 from .modules import Modules
 from .random_numbers import Windows
 from .source import raised_at
@@ -48,7 +49,7 @@ def render(script: str, outcome: Outcome, findings: list[Finding]) -> str:
         lines += [f"    {line}" for line in outcome.details]
         lines += [""]
     if outcome.unobserved:
-        lines += [f"not observed, for an error of the checker: {', '.join(outcome.unobserved)}", ""]
+        lines += [f"not observed, because of an error in the checker: {', '.join(outcome.unobserved)}", ""]
     lines.append(_tally(findings))
     return "\n".join(lines)
 
@@ -66,14 +67,9 @@ def _lines_of(finding: Finding) -> list[str]:
 
 
 def _tally(findings: list[Finding]) -> str:
-    if not findings:
-        return paint("nothing found", "green")
-    parts = []
-    for severity in SEVERITIES:
-        number = sum(finding.severity == severity for finding in findings)
-        if number:
-            parts.append(f"{number} {severity}")
-    return ", ".join(parts)
+    numbers = Counter(finding.severity for finding in findings)
+    parts = [f"{numbers[severity]} {severity}" for severity in SEVERITIES if severity in numbers]
+    return ", ".join(parts) or paint("nothing found", "green")
 
 
 def as_json(script: str, outcome: Outcome, findings: list[Finding]) -> str:
@@ -118,7 +114,7 @@ _FOLLOW = {  # what another finding explains
 
 
 def find_all(facts: Facts) -> list[Finding]:
-    """Return the findings, the worst first, without those that follow from others."""
+    """Return the findings, the worst first, one of a kind for a line, without those that follow from others."""
     found = [*training_loop.find(facts), *gradients.find_without(facts), *samples.find_alone(facts)]
     for subject in _SUBJECTS if facts.is_distributed else ():
         found += subject.find(facts)
@@ -126,7 +122,11 @@ def find_all(facts: Facts) -> list[Finding]:
     explained = {kind for cause in kinds for kind in _FOLLOW.get(cause, ())}
     if kinds & OF_REPLICAS and hold_parts(facts):
         explained |= OF_REPLICAS
-    return sorted((finding for finding in found if finding.kind not in explained), key=_badness)
+    by_line: dict[Any, Finding] = {}
+    for finding in sorted(found, key=_badness):
+        if finding.kind not in explained:
+            by_line.setdefault((finding.kind, finding.where), finding)
+    return list(by_line.values())
 
 
 def _badness(finding: Finding) -> int:
@@ -166,7 +166,7 @@ def run(args: argparse.Namespace) -> int:
     exit_when_terminated()
     script = Script(args.script, args.arguments, args.module)
     with Ranks(partial(be_rank, script, args.steps), args.ranks, args.device) as ranks:
-        return _report(args, Watch(ranks, args.timeout).run())
+        return _report(args, Watch(ranks, args.timeout, LONGEST * args.steps).run())
 
 
 def _report(args: argparse.Namespace, outcome: Outcome) -> int:

@@ -1,4 +1,4 @@
-"""Observe what leaves a rank: collectives, before it enters them, and files that it saves."""
+"""Observe what leaves a rank: collectives, before it enters them, and the files that it saves."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.join import Join
 
 from ..recorder import Function, Recorder, before, guarded, replace, small_hashes
 from .loaders import Ending
-from .modules import Modules
+from .modules import Modules, variables
 from .source import Stack, divides_by_ranks, stack
 
 _COLLECTIVES = (
@@ -154,3 +155,11 @@ def observe_saves(recorder: Recorder) -> None:
             recorder.tell("file", path=os.path.realpath(path), where=stack(), hashes=list(small_hashes(obj)))
 
     before(torch, "save", save)
+
+
+def tell_values(recorder: Recorder) -> None:
+    """Tell hashes of the small tensors that variables hold now."""
+    for name, value in list(variables()):
+        if isinstance(value, Tensor | np.ndarray) and not isinstance(value, nn.Parameter):
+            for hashed in small_hashes(value):
+                recorder.tell("value", name=name, hash=hashed)

@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from ..cli import announce
 from ..ranks import Rank, Ranks
 from ..recorder import Record
 from .source import Place
@@ -286,6 +287,7 @@ def _signature(record: Record) -> tuple[object, ...]:
 
 _NO_GPU = "_cuda_|compiled with CUDA|No CUDA GPUs|no NVIDIA driver|a CUDA device|no accelerator|none is available"
 _POLL = 0.1  # seconds
+_NEWS = 10.0  # seconds between two lines on stderr
 _AFTER_PARTING = 1.0  # seconds in which the ranks may say more, once they have parted
 _AFTER_FAILURE = 5.0  # seconds in which other ranks may report, once one has failed
 _AFTER_END = 20.0  # seconds in which other ranks may tell nothing, once one has ended
@@ -318,10 +320,12 @@ class Watch:
     Args:
         ranks: The ranks, started.
         timeout: Bound on the time in which no rank tells anything, in seconds.
+        most: How many optimizer steps a rank makes at most.
     """
 
-    def __init__(self, ranks: Ranks, timeout: float) -> None:
+    def __init__(self, ranks: Ranks, timeout: float, most: int) -> None:
         self._ranks = ranks
+        self._most = most
         self._timeout = timeout
         self._order = Order([rank.number for rank in ranks.all])
         self._finished: dict[int, Record] = {}
@@ -331,8 +335,9 @@ class Watch:
         begun = time.monotonic()
         deadline = begun + self._timeout
         last = begun + 1e9
+        announced = begun
         hanging = False
-        while len(self._finished) < len(self._ranks.all):
+        while not hanging and len(self._finished) < len(self._ranks.all):
             heard = False
             for rank, record in self._ranks.wait(_POLL):
                 heard = True
@@ -349,10 +354,15 @@ class Watch:
                 last = min(last, now + _AFTER_PARTING)
             if any(_has_failed(record) for record in self._finished.values()):
                 last = min(last, now + _AFTER_FAILURE)
-            if now > min(deadline, last):
-                hanging = True
-                break
+            if now > announced + _NEWS:
+                announced = now
+                self._announce(now - begun)
+            hanging = now > min(deadline, last)
         return self._outcome(hanging, time.monotonic() - begun)
+
+    def _announce(self, seconds: float) -> None:
+        made = min(map(_steps, self._ranks.all))
+        announce(f"ddpkit check: {seconds:.0f} s, optimizer step {made} of at most {self._most}")
 
     def _patience(self) -> float:
         """Bound the time in which no rank tells anything."""
@@ -402,9 +412,9 @@ class Watch:
         for rank in running:
             stacks += [f"rank {rank.number}:", *rank.read_stack().splitlines()[1:7]]
         if not self._finished:
-            return f"no rank told anything for {self._timeout:g} s", stacks
+            return f"no rank made progress for {self._timeout:g} s", stacks
         ended = say_ranks(sorted(self._finished))
-        return f"{say_ranks([rank.number for rank in running])} went on when {ended} had ended", stacks
+        return f"{say_ranks([rank.number for rank in running])} did not end after {ended} had ended", stacks
 
 
 def _say_where(record: Record) -> str:

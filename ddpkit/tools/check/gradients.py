@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ..recorder import Record
 from .facts import Facts, Finding, agree, all_equal, in_function_of, name_some, places
-from .source import rank_condition, setting_lines
+from .source import rank_condition, scales_by_ranks, setting_lines
 
 _SOME_STEPS = 3  # after which a parameter without a gradient gets none
 _ROUNDING = 1e-4  # relative difference of gradients that sums in another order may have
@@ -290,7 +290,8 @@ def _total(losses: list[dict[str, Any]]) -> float:
     return float(sum(loss["total"] for loss in losses))
 
 
-def _near(one: float, other: float) -> bool:
+def near(one: float, other: float) -> bool:
+    """Return whether two numbers are meant to be equal."""
     return abs(one - other) <= _EXACT * max(abs(one), abs(other))
 
 
@@ -309,10 +310,10 @@ def _find_uneven(facts: Facts, rows: list[list[Record]]) -> Finding | None:
                 continue  # the last batch of an epoch may be uneven
             totals, counts = zip(*(loss for rank in losses for loss in rank), strict=True)
             is_uneven = min(counts) > 0 and max(counts) > _UNEVEN * min(counts)
-            if is_uneven and _near(min(totals), max(totals)) and max(totals) > 0:
+            if is_uneven and near(min(totals), max(totals)) and max(totals) > 0:
                 step = records[0]
                 many = f"{min(counts)} to {max(counts)}"
-                evidence = f"at optimizer step {step['number']} means over {many} samples or tokens count as equals"
+                evidence = f"at optimizer step {step['number']} means over {many} samples or tokens get equal weights"
                 lines = [step["backward"], [line] if line else []]
                 return facts.finding("means-uneven", evidence, *lines)
     return None
@@ -329,28 +330,31 @@ def by_backward(losses: list[dict[str, Any]]) -> list[tuple[float, int]]:
 
 def _find_divided_twice(facts: Facts, rows: list[list[Record]]) -> Finding | None:
     """Find sums that are divided by the count of all ranks, and then averaged over ranks."""
-    shares = ""
-    step: Record = {}
-    for records in rows:
-        first = records[0]
-        totals = [_total(record["losses"]) for record in records]
-        if not first["losses"] or not first["causes"] or first["summed"] or not _near(sum(totals), 1.0):
-            return None
-        if not all_equal([round(total, 4) for total in totals]):  # else it may be a constant
-            step = first
-            shares = " and ".join(f"{total:.3f}" for total in totals)
-    if not shares or len(rows) < 2:
+    steps = [records[0] for records in rows]
+    if len(rows) < _SOME_STEPS or not all(step["losses"] and step["causes"] and not step["summed"] for step in steps):
         return None
-    evidence = f"the losses of {facts.who} enter their mean with weights {shares}, which add up to 1"
-    lines = [step["backward"], step["losses"][0]["where"][:1]]
-    return facts.finding("divided-by-all", evidence, *lines)
+    lines = by_line(steps[0]["losses"])
+    for line in lines:
+        weights = [[_total(by_line(record["losses"]).get(line, [])) for record in records] for records in rows]
+        uneven = [each for each in weights if not all_equal([round(weight, 4) for weight in each])]
+        if not uneven or not all(near(sum(each), sum(uneven[0])) for each in weights):
+            continue
+        total = sum(uneven[0])
+        is_certain = len(lines) == 1 and near(total, 1.0)
+        where = places(steps[0]["backward"], [line] if line else [])
+        if not is_certain and (near(total, facts.world_size) or any(scales_by_ranks(each.file) for each in where)):
+            return None
+        shares = " and ".join(f"{weight:.3f}" for weight in uneven[0])
+        evidence = f"the losses of {facts.who} have weights such as {shares}, which always add up to {total:.3g}"
+        return facts.finding("divided-by-all", evidence, where, severity="wrong" if is_certain else "suspicious")
+    return None
 
 
 def _find_sums(facts: Facts, rows: list[list[Record]]) -> Finding | None:
     """Find gradients that are added up over ranks, and never divided."""
     for records in rows:
         summed = records[0]["summed"]
-        if not summed or not _near(summed["ratio"], 1.0):
+        if not summed or not near(summed["ratio"], 1.0):
             continue
         divides = any(record["divides"] for record in records if record["summed"])
         if divides or _counts_travel(facts) or _are_one_mean([record["losses"] for record in records]):
@@ -371,7 +375,7 @@ def _severity(step: Record) -> str:
 def _are_one_mean(by_rank: list[list[dict[str, Any]]]) -> bool:
     """Return whether sums over samples were divided before by the number of samples of all ranks: they weigh 1."""
     sums = by_line([loss for losses in by_rank for loss in losses if loss["summed"]])
-    return any(_near(_total(losses), 1.0) for losses in sums.values())
+    return any(near(_total(losses), 1.0) for losses in sums.values())
 
 
 def _counts_travel(facts: Facts) -> bool:
@@ -416,6 +420,6 @@ def _mean_of_means(facts: Facts, records: list[Record]) -> Finding:
     is_evaluation = bool(epoch) and epoch["loader"] not in facts.training
     severity = "wrong" if is_evaluation else "suspicious"
     shares = " and ".join(str(record["samples"]) for record in records)
-    evidence = f"means over {shares} samples, of {facts.who}, are averaged as equals"
+    evidence = f"means over {shares} samples, of {facts.who}, are averaged with equal weights"
     where = in_function_of(first["where"], epoch["where"]) if is_evaluation else None
     return facts.finding("mean-of-means", evidence, where, first["where"], severity=severity)

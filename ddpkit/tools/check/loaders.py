@@ -16,15 +16,15 @@ from torch.utils.data._utils import fetch
 
 from ...collectives.digest import digest
 from ...data.streams import Stream
-from ..recorder import Function, Recorder, after, before, content, guarded, replace
+from ..recorder import Function, Record, Recorder, after, before, content, guarded, replace
 from .modules import Modules
 from .random_numbers import GENERATORS, Draws, Windows
-from .source import Place, Stack, awaits_stop_iteration, definition, is_bounded, is_own_object, stack
+from .source import Place, Stack, awaits_stop_iteration, definition, is_bounded, is_own_object, rounds_around, stack
 
 _MANY = 2_000_000  # samples of an epoch that are listed
 _BATCHES = 64  # of an epoch that are described one by one
 _EPOCHS = 3  # that begin; the third is not finished
-_LONGEST = 3  # all epochs have at most so many times the steps of one
+LONGEST = 3  # all epochs have at most so many times the steps of one
 _UNORDERED = 20_000  # elements of a field that are hashed one by one
 _FETCHES = 3  # of each process whose random numbers are looked at
 
@@ -59,11 +59,20 @@ class Ending:
         self._is_uncut = False
         self._epochs += 1
 
-    def cut_epoch(self) -> bool:
-        """Return whether a loader shall end its epoch here, for which the script must be prepared."""
-        if self.accumulates or self._recorder.step - self._begun_at < self.steps:
+    def cut_epoch(self, batches: int, planned: int) -> bool:
+        """Return whether a loader shall end its epoch here, for which the script must be prepared.
+
+        A short epoch whose last batches make no whole step goes on: they may be left over.
+
+        Args:
+            batches: What the loader has yielded in this epoch.
+            planned: What it yields in all, 0 if that is not known.
+        """
+        made = self._recorder.step - self._begun_at
+        if self.accumulates or made < self.steps:
             return False
-        self._is_uncut = not awaits_stop_iteration()
+        may_leave_some = batches < planned <= 2 * batches and planned % (batches // made or 1)
+        self._is_uncut = bool(may_leave_some) or not awaits_stop_iteration()
         return not self._is_uncut
 
     def before_step(self, steps: int) -> None:
@@ -71,7 +80,7 @@ class Ending:
         allowed = self.steps
         if self.has_loader:  # one that fetches ahead yields one batch more after it was cut
             allowed += 1
-        is_long = steps >= _LONGEST * self.steps
+        is_long = steps >= LONGEST * self.steps
         if not self._is_uncut:
             is_long = is_long or steps - self._begun_at >= allowed
         if is_long or self._epochs > _EPOCHS:
@@ -92,6 +101,7 @@ class _Loader:
         self.made = made
         self.epoch = -1
         self.batches = 0
+        self.planned = 0  # batches of an epoch, if they can be counted
         self.trains = False
         self.fetched = False  # a batch since the last step
         self.calls_before = (0, 0)  # of networks, with and without gradients, when it was
@@ -177,7 +187,7 @@ class Samples:
         if isinstance(loader.dataset, IterableDataset):
             self._recorder.tell("epoch", batches=None, **described)
             return
-        planned = _Planned(iterator._index_sampler, described, loader.dataset, self._recorder)
+        planned = _Planned(iterator._index_sampler, described, loader.dataset, self._recorder, known)
         iterator._index_sampler = planned
         iterator._sampler_iter = iter(planned)
 
@@ -208,6 +218,7 @@ class Samples:
             "sampler_made": self._made.get(sampler, []) if is_known else [],
             "has_epoch": hasattr(sampler, "set_epoch"),
             "bounded": is_bounded(),
+            "rounds": rounds_around(),
             "replaces": bool(getattr(sampler, "replacement", False)) or "Weighted" in type(sampler).__name__,
             "batch_size": getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size or 1,
             "drop_last": bool(loader.drop_last) or bool(getattr(sampler, "drop_last", False)),
@@ -233,7 +244,7 @@ class Samples:
             if known is None:
                 return original(iterator)
             pause()
-            was_cut = known.trains and self._ending.cut_epoch()
+            was_cut = known.trains and self._ending.cut_epoch(known.batches, known.planned)
             try:
                 if was_cut:
                     raise StopIteration
@@ -309,8 +320,9 @@ def _sampler_of(loader: Any) -> Any:
 class _Planned:
     """Stands for an index sampler: reads all of it when the first batch is asked for, and tells it."""
 
-    def __init__(self, sampler: Any, described: dict[str, Any], dataset: Any, recorder: Recorder) -> None:
+    def __init__(self, sampler: Any, described: Record, dataset: Any, recorder: Recorder, known: _Loader) -> None:
         self._sampler = sampler
+        self._known = known
         self._described = described
         self._dataset = dataset
         self._recorder = recorder
@@ -334,23 +346,17 @@ class _Planned:
         yield from batches
 
     def _tell(self, ahead: list[Any]) -> None:
+        if self._described["sampler"] != "MicroBatchSampler":  # of which ranks have different numbers
+            self._known.planned = len(ahead)
         flat = [index for batch in ahead for index in _as_list(batch)]
         base, mapping = _base_of(self._dataset)
         plan: list[int] | None = None
         if all(isinstance(i, int | np.integer) for i in flat):
             plan = [int(i) if mapping is None else mapping[i] for i in flat]
         ordered, unordered = _digest_of(base)
-        self._recorder.tell(
-            "epoch",
-            batches=len(ahead),
-            plan=plan,
-            expected=None if mapping is None else sorted(set(mapping)),
-            total=len(self._dataset),
-            base=id(base),
-            dataset=ordered,
-            contents=unordered,
-            **self._described,
-        )
+        told = {"batches": len(ahead), "plan": plan, "total": len(self._dataset), "base": id(base)}
+        told["expected"] = None if mapping is None else sorted(set(mapping))
+        self._recorder.tell("epoch", dataset=ordered, contents=unordered, **told, **self._described)
 
 
 def _as_list(batch: Any) -> list[Any] | tuple[Any, ...]:

@@ -60,10 +60,9 @@ def _find_uneven_epochs(facts: Facts) -> Finding | None:
 
 def _is_handled(facts: Facts) -> bool:
     """Return whether the script deals with ranks that end earlier: by Join, or by telling each other."""
-    for record in facts.all("collective"):
-        if record.get("reduction") in ("MIN", "MAX") or record["op"] == "all_gather_object":
-            return True
-    return bool(facts.all("join"))
+    found = facts.all("collective")
+    agrees = any(r.get("reduction") in ("MIN", "MAX") or r["op"] == "all_gather_object" for r in found)
+    return agrees or bool(facts.all("join"))
 
 
 def _find_plateau(facts: Facts) -> Finding | None:
@@ -72,7 +71,7 @@ def _find_plateau(facts: Facts) -> Finding | None:
         if agree(records, "value"):
             continue
         values = " and ".join(f"{record['value']:.4g}" for record in records)
-        evidence = f"{facts.who} tell the schedule {values}"
+        evidence = f"{facts.who} pass {values} to the schedule"
         return facts.finding("plateau-differs", evidence, records[0]["where"])
     return None
 
@@ -146,12 +145,9 @@ def _find_own_values(facts: Facts) -> Iterator[Finding]:
 
 def _find_same_files(facts: Facts) -> Iterator[Finding]:
     """Find files that several ranks save."""
-    by_line: dict[Place | None, Finding] = {}
     for path in dict.fromkeys(record["path"] for record in facts.all("file")):
         saved = {rank: [r for r in records if r["path"] == path] for rank, records in facts.of("file").items()}
         ranks = [rank for rank, records in saved.items() if records]
         if len(ranks) > 1:
             evidence = f"{say_ranks(ranks)} write {os.path.basename(path)}"
-            found = facts.finding("same-file", evidence, saved[ranks[0]][0]["where"], ranks=ranks)
-            by_line.setdefault(found.where, found)
-    yield from by_line.values()
+            yield facts.finding("same-file", evidence, saved[ranks[0]][0]["where"], ranks=ranks)

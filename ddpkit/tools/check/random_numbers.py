@@ -21,17 +21,11 @@ _MANY = 8  # draws that are kept for a step
 _CHILDREN = 32  # of an object that are searched for generators
 _LINES = 8  # of drawing that are kept
 _SEEDING = (
-    (torch, "manual_seed", "torch"),
-    (np.random, "seed", "numpy"),
-    (random, "seed", "random"),
-    (torch, "set_rng_state", "torch"),
-    (torch.random, "set_rng_state", "torch"),
-    (np.random, "set_state", "numpy"),
-    (random, "setstate", "random"),
-    (random, "shuffle", "shuffle"),
-    (np.random, "shuffle", "shuffle"),
+    (torch, "manual_seed", "torch"), (torch, "set_rng_state", "torch"), (torch.random, "set_rng_state", "torch"),
+    (np.random, "seed", "numpy"), (np.random, "set_state", "numpy"), (np.random, "shuffle", "shuffle"),
     (np.random, "permutation", "shuffle"),
-)
+    (random, "seed", "random"), (random, "setstate", "random"), (random, "shuffle", "shuffle"),
+)  # fmt: skip
 
 
 def states(others: Sequence[Any] = ()) -> State:

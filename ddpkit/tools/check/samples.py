@@ -16,17 +16,13 @@ _FEW = 8  # words: a choice that all ranks are to make alike takes as many
 
 
 def find(facts: Facts) -> Iterator[Finding]:
-    """Look at each loader, at its first epochs; loaders that one line makes have one bug."""
+    """Look at each loader, at its first epochs."""
     training = facts.training
     done: set[str] = set()
-    told: set[tuple[str, Place | None]] = set()
     for (loader, _), records in facts.rows("epoch", "loader", "number"):
         found = None if loader in done else _examine(facts, records, loader in training)
-        if found is None:
-            continue
-        done.add(loader)
-        if (found.kind, found.where) not in told:  # a function may make a loader each time it is called
-            told.add((found.kind, found.where))
+        if found is not None:
+            done.add(loader)
             yield found
     if not training:
         yield from _find_equal_inputs(facts)
@@ -98,7 +94,7 @@ def _find_repeated_batches(facts: Facts, epoch: Record, contents: list[int]) -> 
     repeated = sum(number - 1 for content, number in Counter(contents).items() if content)
     if not repeated or epoch["workers"] < 2:
         return None
-    evidence = f"{repeated} of the first {len(contents)} batches of rank 0 came before in the same epoch"
+    evidence = f"{repeated} of the first {len(contents)} batches of rank 0 repeat earlier ones of the epoch"
     return _about_sampler("read-by-each-worker", facts, epoch, evidence)
 
 
@@ -134,7 +130,7 @@ def _examine_plans(facts: Facts, records: list[Record], trains: bool) -> Finding
     is_partition = abs(sum(map(len, plans)) - total) < batch + facts.world_size
     if not trains or not missing or not is_partition or _come_in_runs(plans):
         return None
-    evidence = f"of {total} samples, {missing} come on no rank and {extra} come again, in one epoch"
+    evidence = f"in one epoch of {total} samples, {missing} reach no rank and {extra} come again"
     return _about_sampler("shuffle-differs", facts, epoch, evidence)
 
 
@@ -148,7 +144,7 @@ def _missing(facts: Facts, epoch: Record, expected: set[int], may_drop: int) -> 
     is_meant = "Subset" in epoch["sampler"] or is_part or (missing < 2 and is_shuffled)
     if is_meant or (missing <= may_drop and not is_shuffled):
         return None
-    evidence = f"{missing} of {len(expected)} samples come on no rank"
+    evidence = f"{missing} of {len(expected)} samples reach no rank"
     return _about_sampler("samples-missing", facts, epoch, evidence)
 
 
@@ -167,16 +163,14 @@ def _about_sampler(rule: str, facts: Facts, epoch: Record, evidence: str, *lines
 
 
 def _differently_ordered(facts: Facts, epoch: Record) -> Finding:
-    evidence = f"{facts.who} hold the same samples in different orders, and deal positions in them"
+    evidence = f"{facts.who} hold the same samples in different orders, and share out indices"
     return _about_sampler("order-differs", facts, epoch, evidence, *_seeded(facts, "shuffle"))
 
 
 def _differently_split(facts: Facts, records: list[Record], parts: list[set[int]]) -> Finding:
     """Explain parts of one dataset that overlap, and look for samples of a validation that another rank trains on."""
     others = len(parts[0] - parts[0].intersection(*parts))
-    evidence = (
-        f"{facts.who} hold different parts of the samples: {others} of the {len(parts[0])} of rank 0 are not in all"
-    )
+    evidence = f"{facts.who} hold different parts of the samples: {others} of rank 0's {len(parts[0])} are not in all"
     trained = set.union(*parts)
     for _, rows in facts.rows("epoch", "loader", "number"):
         held = set(rows[0]["expected"] or ())
@@ -278,16 +272,11 @@ def _find_repeated_noise(facts: Facts) -> Iterator[Finding]:
     drawn = [{(e["generator"], e["state"]) for e in r["random"]["drawn"] if e["words"] >= _FEW} for r in steps]
     seen: set[tuple[str, int]] = set()
     for number, states in enumerate(drawn):
-        again = {
-            kind for kind, state in states & seen if kind != "a generator" or all((kind, state) in d for d in drawn)
-        }
+        always = set.intersection(*drawn)
+        again = {kind for kind, state in states & seen if kind != "a generator" or (kind, state) in always}
         if again and (number > 1 or "a generator" not in again):
-            evidence = (
-                f"step {number + 1} draws from states of {', '.join(sorted(again))} from which an earlier one has drawn"
-            )
-            late = [
-                record["where"] for record in facts.first("seeded") if record["step"] and record["generator"] in again
-            ]
+            evidence = f"step {number + 1} draws from the same states of {', '.join(sorted(again))} as an earlier one"
+            late = [r["where"] for r in facts.first("seeded") if r["step"] and r["generator"] in again]
             yield facts.finding("random-numbers-repeat", evidence, *late[:1], steps[number]["random"]["lines"])
         seen |= states
 

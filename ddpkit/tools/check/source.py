@@ -107,6 +107,7 @@ def definition(function: Any) -> list[Place]:
 
 Loop = ast.For | ast.AsyncFor | ast.While
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+_PLAIN = (ast.Name, ast.Attribute, ast.Constant, ast.BinOp, ast.operator, ast.expr_context)
 _BLOCKS = (*_FUNCTIONS, ast.For, ast.While, ast.If, ast.With)
 
 
@@ -286,12 +287,27 @@ def _divides_by_ranks(code: CodeType) -> bool:
             divisor = node.value
         elif isinstance(node, ast.Call) and _called(node) in ("div", "div_") and node.args:
             divisor = node.args[0]
-        if divisor is None:
-            continue
-        names = {ast.unparse(part) for part in ast.walk(divisor) if isinstance(part, ast.Name | ast.Attribute)}
-        if _names_ranks(divisor) or names & _numbers_of_ranks(code.co_filename):
+        if divisor is not None and _holds_ranks(divisor, code.co_filename):
             return True
     return False
+
+
+@cache
+def scales_by_ranks(file: str) -> bool:
+    """Return whether a file multiplies or divides by the number of ranks, or takes a mean over them."""
+    for node in ast.walk(_syntax_of(file)):
+        text = ast.unparse(node) if isinstance(node, ast.Call) else ""
+        if "mean" in text and ("reduce" in text or "gather" in text):
+            return True
+        if isinstance(getattr(node, "op", None), ast.Mult | ast.Div) and _holds_ranks(node, file):
+            return True
+    return False
+
+
+def _holds_ranks(node: ast.AST, file: str) -> bool:
+    """Return whether an expression has the number of ranks in it, also by a variable of its file."""
+    names = {ast.unparse(part) for part in ast.walk(node) if isinstance(part, ast.Name | ast.Attribute)}
+    return _names_ranks(node) or bool(names & _numbers_of_ranks(file))
 
 
 @cache
@@ -327,6 +343,22 @@ def is_bounded() -> bool:
         if not frame.f_code.co_flags & CO_GENERATOR:
             return False
     return False
+
+
+def rounds_around() -> int | None:
+    """Return how often the loop runs in which a loader's batches are asked for; None if that is no plain `range`."""
+    for frame in own_frames(sys._getframe(1)):
+        for loop in reversed(loops_around(frame.f_code.co_filename, frame.f_lineno)):
+            if isinstance(loop, ast.While):
+                return None
+            if is_inside(loop.iter, frame.f_lineno):  # the loop over the loader
+                continue
+            ranges = [node for node in ast.walk(loop.iter) if _called(node) == "range"]
+            parts = [part for part in ast.walk(ranges[0]) if part is not ranges[0]] if ranges else []
+            if not parts or not all(isinstance(part, _PLAIN) for part in parts):
+                return None
+            return len(eval(ast.unparse(ranges[0]), frame.f_globals, dict(frame.f_locals)))
+    return None
 
 
 def _counts_rounds(loop: ast.For) -> bool:

@@ -4,32 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from inspect import getclosurevars
+from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..recorder import (
-    Function,
-    Record,
-    Recorder,
-    after,
-    before,
-    guarded,
-    hash_of,
-    parameters_of,
-    replace,
-    sample,
-    small_hashes,
-    whole,
-)
-from .collectives import Collectives
+from ..recorder import Function, Recorder, after, before, guarded, hash_of, parameters_of, replace, sample, whole
+from .collectives import Collectives, tell_values
 from .loaders import Ending, Samples
 from .modules import Modules, roots, variables
 from .random_numbers import Windows
@@ -139,7 +127,7 @@ def _mistakes(name: str, input: Tensor, target: Tensor) -> Iterator[tuple[str, s
         total = min(sums, key=lambda total: abs(total - 1))
         if abs(total - 1) > _LOOSE:
             rule = "above-one" if total > 1 else "not-log-probabilities"
-            yield rule, f"by it the probabilities of a sample add up to {total:.2g}"
+            yield rule, f"the exponentials of its input add up to {total:.2g} per sample"
     if name in _ELEMENTWISE and input.shape != target.shape:
         pairs = torch.broadcast_tensors(input, target)[0].numel()  # type: ignore[no-untyped-call]
         if pairs > max(input.numel(), target.numel()):
@@ -249,7 +237,7 @@ class Steps:
             if plain is not None:
                 self.collectives.trained[plain.data_ptr()] = (seen.number, name)
         if self.recorder.step == 1:
-            self._tell_values()
+            tell_values(self.recorder)
         gradients = [_whole_gradient(p) for p in parameters]
         summed = self._summed(gradients)
         self.recorder.tell(
@@ -274,21 +262,18 @@ class Steps:
             class_name=type(optimizer).__name__,
             made=seen.made,
             joined=dist.is_initialized(),
-            modes=self.loop.modes(optimizer),
             switched=self.modules.switched,
-            outside=self.loop.outside(optimizer),
-            evaluated=self.loop.evaluated(),
             schedules=self._describe_schedules(),
             **self.loop.take(optimizer),
             random=self.windows.close(),
             loaded=self._loaded,
         )
 
-    def _describe_schedules(self) -> list[Record]:
-        """Tell how often the schedules that are no part of others have stepped, and the length of a cosine."""
+    def _describe_schedules(self) -> list[dict[str, Any]]:
+        """Tell how often the schedules that are no part of others have stepped, and how long they are."""
         parts = [id(part) for schedule, _ in self._schedules for part in getattr(schedule, "_schedulers", [])]
         whole_ones = [(schedule, made) for schedule, made in self._schedules if id(schedule) not in parts]
-        return [{"made": m, "steps": s.last_epoch, "length": getattr(s, "T_max", None)} for s, m in whole_ones]
+        return [{"made": m, "steps": s.last_epoch} | _lengths_of(s) for s, m in whole_ones]
 
     def _without_gradient(self, parameters: list[Tensor], seen: _Seen) -> dict[str, Stack]:
         """Name the parameters without a gradient, and where a collective got what they compute, if one did."""
@@ -305,29 +290,15 @@ class Steps:
         ratio = (sum(entry["square"] for entry in sums) / square) ** 0.5 if square else 0.0
         return sums[0] | {"ratio": ratio}
 
-    def _tell_values(self) -> None:
-        """Tell hashes of the small tensors that variables hold at the first step."""
-        for name, value in list(variables()):
-            if isinstance(value, Tensor | np.ndarray) and not isinstance(value, nn.Parameter):
-                for hashed in small_hashes(value):
-                    self.recorder.tell("value", name=name, hash=hashed)
-
     def _introduce(self, seen: _Seen) -> None:
         """Tell the names of an optimiser's parameters, and where they come from."""
         seen.names = _names_of(seen.parameters)
         described = []
         for parameter, name in zip(seen.parameters, seen.names, strict=True):
             wrapped, is_managed = self.modules.wrapper_of(parameter)
-            described.append(
-                {
-                    "name": name,
-                    "shape": list(parameter.shape),
-                    "made": self.modules.made(parameter),
-                    "ddp": wrapped.made if wrapped else None,
-                    "managed": is_managed,
-                    "whole": whole(parameter) is not None,
-                }
-            )
+            told: dict[str, Any] = {"name": name, "shape": list(parameter.shape), "made": self.modules.made(parameter)}
+            told |= {"ddp": wrapped.made if wrapped else None, "managed": is_managed}
+            described.append(told | {"whole": whole(parameter) is not None})
         self.recorder.tell("optimizer", optimizer=seen.number, made=seen.made, parameters=described)
 
     def _others(self, parameters: list[Tensor]) -> dict[str, list[Any]]:
@@ -365,6 +336,18 @@ class Steps:
                 found[name] = {"hashes": {n: hash_of(b) for n, b in buffers.items()}, "sent": sent, "ddp": made}
                 found[name]["trained"] = any(id(p) in trained for p in root.parameters())
         return found
+
+
+def _lengths_of(schedule: Any) -> dict[str, int | None]:
+    """Tell the length of a cosine, and the steps that a schedule is made for, also by what its functions know."""
+    known = [getattr(schedule, name, 0) for name in ("T_max", "total_iters", "total_steps")]
+    for function in getattr(schedule, "lr_lambdas", []):
+        known += getattr(function, "keywords", {}).values()
+        if isinstance(function, FunctionType):
+            known += [value for names in getclosurevars(function)[:2] for value in names.values()]
+    parts = [_lengths_of(part)["total"] or 0 for part in getattr(schedule, "_schedulers", [])]
+    total = max(0, sum(parts), *(n for n in known if isinstance(n, int)))
+    return {"length": getattr(schedule, "T_max", None), "total": total}
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:

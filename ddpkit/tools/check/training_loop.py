@@ -15,14 +15,13 @@ from torch.optim import Optimizer
 
 from ..recorder import Record, Recorder, after, before, hash_of, parameters_of
 from .facts import Facts, Finding, all_equal, name_some, places
-from .gradients import by_backward, by_line
+from .gradients import by_backward, by_line, near
 from .modules import Modules
-from .source import Place, Stack, calls_method, stack
+from .source import Stack, calls_method, stack
 
 _MANY = 64  # events that are kept between two steps of an optimizer
 _SEVERAL = 3  # steps or calls, all of which must show a mistake
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout")
-_EXACT = 1e-3  # relative difference of numbers that are meant to be equal
 
 
 class TrainingLoop:
@@ -43,7 +42,7 @@ class TrainingLoop:
 
     def install(self) -> None:
         """Begin."""
-        after(Optimizer, "__init__", self._made)
+        after(Optimizer, "__init__", lambda optimizer, *args, **kwargs: self.optimizers.setdefault(optimizer, []))
         before(Optimizer, "zero_grad", lambda optimizer, *args, **kwargs: self._zero([optimizer]))
         before(nn.Module, "zero_grad", self._zero_module)
         for name in ("backward", "grad"):
@@ -60,18 +59,23 @@ class TrainingLoop:
             before(functional, name, self._drop)
 
     def take(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return what happened to an optimizer's gradients before this step, their scale, and mistakes."""
+        """Return what happened to an optimizer's gradients before this step, and to its networks."""
         events = self.optimizers.get(optimizer, [])
         self.optimizers[optimizer] = []
         mistakes = {}
         is_fused = getattr(optimizer, "grad_scale", None) is not None  # it divides by the scale itself
         if self._unscaled is not None and id(optimizer) not in self._unscaled and not is_fused:
-            mistakes["steps-scaled"] = "each step uses gradients that the scaler has multiplied"
+            mistakes["steps-scaled"] = "each step uses gradients that are still scaled"
         if not any(p.requires_grad or p.grad is not None for p in parameters_of(optimizer)):
             mistakes["frozen"] = "none of the optimizer's parameters has `requires_grad`"
-        return {"events": events, "scale": self._scale, "mistakes": mistakes}
+        networks = {
+            "modes": self._modes(optimizer),
+            "outside": self._outside(optimizer),
+            "evaluated": self._evaluated(),
+        }
+        return {"events": events, "scale": self._scale, "mistakes": mistakes, **networks}
 
-    def outside(self, optimizer: Optimizer) -> dict[str, Any]:
+    def _outside(self, optimizer: Optimizer) -> dict[str, Any]:
         """Describe the parameters of an optimizer's networks that have a gradient and are in no optimizer."""
         own = set(map(id, parameters_of(optimizer)))
         known = {id(p) for other in list(self.optimizers) for p in parameters_of(other)} | own
@@ -85,7 +89,7 @@ class TrainingLoop:
                     found[name.removeprefix("module.")] = self._modules.made(parameter)
         return found
 
-    def evaluated(self) -> list[Record]:
+    def _evaluated(self) -> list[Record]:
         """Describe networks that were evaluated since the last step, are in no optimizer, and resemble one that is."""
         known = {id(p) for optimizer in list(self.optimizers) for p in parameters_of(optimizer)}
         trained = [[p.shape for p in network.parameters()] for network, _ in self._modules.networks]
@@ -98,14 +102,11 @@ class TrainingLoop:
                 found.append({"network": id(network), "hashes": hashes, "loader": loader, "where": where})
         return found
 
-    def modes(self, optimizer: Optimizer) -> list[str]:
+    def _modes(self, optimizer: Optimizer) -> list[str]:
         """List the modes in which an optimizer's networks have computed gradients since the last step."""
         own = set(map(id, parameters_of(optimizer)))
         networks = self._modules.networks
         return sorted({mode for network, mode in networks if mode and own & set(map(id, network.parameters()))})
-
-    def _made(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        self.optimizers.setdefault(optimizer, [])
 
     def _note(self, kind: str, optimizer: Optimizer) -> None:
         events = self.optimizers.setdefault(optimizer, [])
@@ -134,9 +135,9 @@ class TrainingLoop:
             kinds = [[kind for kind, *_ in self.optimizers[owner]][-1:] for owner in owners]
             mistakes = {}
             if self._unscaled is not None and self._unscaled.isdisjoint(map(id, owners)):
-                mistakes["clips-scaled"] = "each time gradients are clipped that the scaler has multiplied"
+                mistakes["clips-scaled"] = "the clipped gradients are still scaled each time"
             if all(kind != ["backward"] for kind in kinds):
-                mistakes["clips-nothing"] = "each time there is no backward pass between step and clipping"
+                mistakes["clips-nothing"] = "each time, the gradients are clipped after the step that used them"
             self._recorder.tell("clip", where=stack()[:2], mistakes=mistakes)
 
     def _scaled(self, scaler: Any, *args: Any) -> None:
@@ -164,7 +165,7 @@ class TrainingLoop:
         own = {tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers())}
         loaded = {tensor.data_ptr() for tensor in state.values() if isinstance(tensor, Tensor)}
         if self._recorder.step and loaded and loaded <= own:
-            self._mistake("loads-itself", "all tensors that it gets are the module's own")
+            self._mistake("loads-itself", "it gets the module's own tensors")
 
     def _mistake(self, rule: str, evidence: str) -> None:
         """Tell a mistake of a line once."""
@@ -235,7 +236,7 @@ def _left_over(facts: Facts) -> _Found:
         for number in range(1, len(steps)):
             more = passes[number] - read[number][1]
             if read[number][0] > read[number - 1][0] and more > 0 and passes[0] == read[0][1]:
-                seen = f"the first step of an epoch has the gradients of {more} of the epoch before as well"
+                seen = f"the first step of an epoch also has gradients of {more} micro-batches of the epoch before"
                 yield "left-over", seen, [steps[number]["events"][-1][1]]
                 break
 
@@ -251,10 +252,34 @@ def _schedules(facts: Facts) -> _Found:
     for before_it, schedule in zip(*steps[:1], *steps[-1:], strict=False):
         where = schedule["made"]
         if schedule["length"] is not None and schedule["steps"] > schedule["length"]:
-            yield "schedule-over", f"it has made {schedule['steps']} steps of {schedule['length']}", [where]
+            yield (
+                "schedule-over",
+                f"it has made {schedule['steps']} steps, and `T_max` is {schedule['length']}",
+                [where],
+            )
         is_called = any(calls_method(line, "step") for line in places(where[:1]))
         if epochs > 1 and schedule["steps"] == before_it["steps"] and not is_called:
             yield "schedule-unused", f"after {epochs} epochs nothing has called its `step`", [where]
+
+
+def _schedule_lengths(facts: Facts) -> _Found:
+    """Find schedules that step with the optimizer, and are made for the steps of one process with all samples."""
+    steps = [step for step in facts.first("step") if step["position"]]
+    is_one = len(facts.training) == len(facts.first("optimizer")) == 1
+    if not facts.is_distributed or not is_one or len(steps) < _SEVERAL:
+        return
+    some, last = steps[_SEVERAL - 1], steps[-1]
+    ((loader, number, read),) = some["position"]
+    epoch = next(r for r in facts.first("epoch") if (r["loader"], r["number"]) == (loader, number))
+    if number != steps[0]["position"][0][1] or epoch["bounded"] or not epoch["rounds"] or not epoch["batches"]:
+        return
+    for schedule in last["schedules"]:
+        per_step = schedule["steps"] / (last["number"] - 1)
+        expected = per_step * epoch["rounds"] * epoch["batches"] * some["number"] / read
+        error = abs(schedule["total"] - expected * facts.world_size)
+        if per_step >= 1 and error <= min(expected / 4, per_step * epoch["rounds"] * facts.world_size):
+            seen = f"it is made for {schedule['total']} steps; {epoch['rounds']} epochs have {expected:.0f} per rank"
+            yield "schedule-length", seen, [schedule["made"]]
 
 
 def _averages(facts: Facts) -> _Found:
@@ -264,7 +289,7 @@ def _averages(facts: Facts) -> _Found:
         own = [each for each in evaluated if each["network"] == network]
         trains = any(each["loader"] in facts.training for each in own)
         if len(own) > 1 and all_equal([each["hashes"] for each in own]) and not trains and own[0]["loader"]:
-            yield "average-stale", f"at {len(own)} evaluations its weights are the same", [own[0]["where"]]
+            yield "average-stale", f"its weights were the same at {len(own)} evaluations", [own[0]["where"]]
 
 
 def _divided_twice(facts: Facts) -> _Found:
@@ -275,8 +300,8 @@ def _divided_twice(facts: Facts) -> _Found:
         many = max(map(len, totals))
         full = [weights for weights in totals if len(weights) == many]
         share = 1.0 / max(many, 1) ** 2
-        if many > 1 and len(full) > 1 and all(abs(w - share) <= _EXACT * share for ws in full for w in ws):
-            seen = f"each of {many} micro-batches of a step counts 1/{many**2}, and all of them 1/{many}"
+        if many > 1 and len(full) > 1 and all(near(w, share) for ws in full for w in ws):
+            seen = f"each of {many} micro-batches of a step has the weight 1/{many**2} instead of 1/{many}"
             yield "divided-twice", seen, [steps[0]["backward"], steps[0]["losses"][0]["where"]]
 
 
@@ -296,7 +321,7 @@ def _training_mode(facts: Facts) -> _Found:
     for loader in dict.fromkeys(record["loader"] for record in calls):
         own = [record for record in calls if record["loader"] == loader]
         if all(record["mode"] == "train" for record in own):
-            seen = "batches of a loader that does not train go through dropout or batch norm in training mode"
+            seen = "dropout or batch norm is in training mode for all batches of an evaluation loader"
             yield "training-mode", seen, [own[0]["where"]]
 
 
@@ -306,30 +331,17 @@ def _outside(facts: Facts) -> _Found:
         names = [name for name in first["outside"] if all(name in step["outside"] for step in steps)]
         lost = [name for name in first["without"] if all(name in step["without"] for step in steps)]
         if names:
-            seen = f"{name_some(names)}: a gradient at each step, in no optimizer"
+            seen = f"{name_some(names)}: a gradient at each step, but in no optimizer"
             rule = "replaced-after-optimizer" if lost else "not-in-optimizer"
             yield rule, seen, [first["outside"][names[0]], first["made"]]
 
 
-_RULES = (
-    _seen,
-    _zeroing,
-    _left_over,
-    _schedules,
-    _averages,
-    _divided_twice,
-    _evaluation_mode,
-    _training_mode,
-    _outside,
-)
+_OF_GRADIENTS = (_zeroing, _left_over, _divided_twice, _outside)
+_RULES = (_seen, *_OF_GRADIENTS, _schedules, _schedule_lengths, _averages, _evaluation_mode, _training_mode)
 
 
 def find(facts: Facts) -> Iterator[Finding]:
-    """Apply each rule; a line has one mistake of a kind."""
-    told: set[tuple[str, Place | None]] = set()
+    """Apply each rule."""
     for look in _RULES:
         for rule, evidence, lines in look(facts):
-            found = facts.finding(rule, evidence, *lines)
-            if (found.kind, found.where) not in told:
-                told.add((found.kind, found.where))
-                yield found
+            yield facts.finding(rule, evidence, *lines)

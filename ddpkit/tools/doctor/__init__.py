@@ -177,7 +177,7 @@ def _check_job(report: Report, launch: Launch, args: argparse.Namespace) -> None
         report.skip_rest("rank 0 cannot listen at its port")
         return
     ranks = count(launch.world_size, "rank")
-    address = "where the launcher leads"
+    address = "of the launcher"
     if launch.master_addr:
         address = f"at {launch.master_addr}:{launch.master_port}"
     report.begin("master", f"opening the store {address}")

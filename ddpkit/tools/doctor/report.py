@@ -45,12 +45,12 @@ _REMEDIES = {
     ),
     "join": (
         "Start every rank with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and look at the "
-        "output of those that are missing. If a connection failed, see interface above."
+        "output of the missing ones. If a connection failed, see interface above."
     ),
 }
 _OTHER_REMEDY = (
     "If it is about a connection, see interface above. If --backend gloo or --device cpu helps, "
-    "it is the accelerators' backend: NCCL_DEBUG=INFO says more."
+    "the accelerators' backend fails: set NCCL_DEBUG=INFO for details."
 )
 
 
@@ -199,12 +199,11 @@ class Report:
         except LaunchError:
             raise
         except RuntimeError as error:
-            reason = "rank 0, which has given up or died: see its report"
-            raise LaunchError(f"The store has gone with {reason}.") from error
+            raise LaunchError("The store is closed, because rank 0 has ended: see its report.") from error
         if missing:
             raise LaunchError(
                 f"{name_ranks(missing).capitalize()} of {len(keys)} did not come within {self.timeout:g} s. "
-                "Are they running, with this MASTER_ADDR and MASTER_PORT?"
+                "Check that each one is running, with this MASTER_ADDR and MASTER_PORT."
             )
 
     def _read(self, store: dist.Store, rank: int, key: str) -> bool:

@@ -31,13 +31,13 @@ def render_undisturbed(rehearsal: Rehearsal) -> str:
     line = f"undisturbed  {count(rehearsal.length, 'step')}"
     if rehearsal.reference is None:
         reason = next(iter(rehearsal.excluded.values()))
-        return f"{line}; the same run twice was not the same ({reason}), so nothing can be compared: is a seed missing?"
+        return f"{line}; two undisturbed runs differ ({reason}), so nothing can be compared. Is a seed missing?"
     apart = "equal"
     if rehearsal.reference.distance:
         apart = f"at most {rehearsal.reference.distance:.2g} of a step apart"
     lines = [f"{line}; weights of undisturbed runs {apart}"]
     for ranks, reason in rehearsal.excluded.items():
-        lines.append(f"             left out: {count(ranks, 'rank')} do not make the same run ({reason})")
+        lines.append(f"             not compared: runs on {count(ranks, 'rank')} differ ({reason})")
     return "\n".join(lines)
 
 
@@ -86,11 +86,11 @@ def render_end(rehearsal: Rehearsal, trials: list[Trial]) -> str:
         tally = paint(f"{len(wrong)} of {number} went wrong", "red")
         return f"to repeat the first that went wrong: the same command with --only {wrong[0]}\n{tally}"
     if rehearsal.reference is None:
-        tally = paint(f"{number} came to an end, which cannot be compared", "yellow")
+        tally = paint(f"{number} ended, but there is no undisturbed run to compare with", "yellow")
     if not never_resumes(trials):
         return tally
-    advice = "give the script the flag with which it resumes, by --again if it refuses that flag at first"
-    return f"no start went on where the one before had ended: {advice}\n{tally}"
+    advice = "add the flag with which the script resumes; if its first start refuses that flag, use --again"
+    return f"no start continued from the last one: {advice}\n{tally}"
 
 
 def never_resumes(trials: list[Trial]) -> bool:

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from ..ranks import Ranks, Script
 from ..recorder import Record
@@ -257,15 +256,11 @@ class Reference:
     def _measure_steps(self) -> list[float]:
         """Measure how far each optimizer's step moves its weights: the median of its steps."""
         moved: dict[str, list[float]] = {}
-        before: dict[str, npt.NDArray[np.float64]] = {}
-        for step, weights in zip(self._steps, self._weights, strict=True):
-            name = step["optimizer"]
-            if name in before and before[name].shape == weights.shape:
-                moved.setdefault(name, []).append(float(np.linalg.norm(weights - before[name])))
-            before[name] = weights
+        for step, before, weights in zip(self._steps, self._before, self._weights, strict=True):
+            moved.setdefault(step["optimizer"], []).append(float(np.linalg.norm(weights - before)))
         smallest = float(np.finfo(np.float64).tiny)
         sizes = {name: max(float(np.median(lengths)), smallest) for name, lengths in moved.items()}
-        return [sizes.get(step["optimizer"], 1.0) for step in self._steps]
+        return [sizes[step["optimizer"]] for step in self._steps]
 
     def _distance(self, step: Record, position: int, when: str = "weights") -> float:
         """Return the distance of a step from one of the undisturbed run, after it or "before"."""
@@ -290,7 +285,7 @@ class Reference:
     def _explain(self, step: Record, position: int, ranks: int) -> str:
         """Say what is different in a step: the learning rate, the weights before it, the samples, or something else."""
         if position >= self.length:
-            return f"it went on after step {self.length}, the last of the undisturbed run"
+            return f"it continued after step {self.length}, the last of the undisturbed run"
         distance = self._distance(step, position)
         text = f"step {position + 1} is {distance:.2g} of a step away from the undisturbed run's"
         rates, meant = step["rates"], self._steps[position]["rates"]
@@ -304,8 +299,9 @@ class Reference:
             return f"{text}: samples, optimizer state or random numbers"
         if step["inputs"] == inputs[position]:
             return f"{text}, weights and inputs: the optimizer state or random numbers differ"
-        others = [str(number + 1) for number, known in enumerate(inputs) if known == step["inputs"]]
-        return f"{text} and weights: the inputs are " + (f"those of step {others[0]}" if others else "others")
+        if step["inputs"] in inputs:
+            return f"{text} and weights: the inputs are those of step {inputs.index(step['inputs']) + 1}"
+        return f"{text} and weights: the inputs differ"
 
 
 def _are_alike(rates: Sequence[float], others: Sequence[float]) -> bool:

@@ -204,7 +204,7 @@ class Rehearsal:
         run = self._undisturbed[first] = self._run_whole(first, _WHOLE)
         self.length = len(run.steps)
         if self.length < 2:
-            reason = "the script made less than two steps of a torch optimizer in the processes that were started"
+            reason = "the script made fewer than two steps of a torch optimizer in the processes that were started"
             raise UnfitScriptError(reason, run.output)
         if not all(step["weights"] for step in run.steps):
             reason = "each rank holds a part of all weights, as FSDP's first version does: use fully_shard"
@@ -279,7 +279,7 @@ class Rehearsal:
         for run in trial.runs:
             ranks = count(run.start.ranks, "rank")
             if run.hanging:
-                text = f"on {ranks} some did not end within {self._options.grace:g} s"
+                text = f"on {ranks}, some did not end within {self._options.grace:g} s"
                 trial.notes += [text, *run.hanging]
             if run.failed and not run.is_disturbed:
                 rank = run.failed[0]
@@ -312,9 +312,7 @@ class Rehearsal:
         elif self._options.exact and not difference.bits:
             trial.wrong.append(f"not equal bit for bit: {difference.where}")
         elif math.isinf(difference.greatest) and not math.isinf(max(usual)):
-            trial.wrong.append(
-                f"{difference.where} is missing, another number, of another shape or type, or not finite"
-            )
+            trial.wrong.append(f"{difference.where} is missing or not finite, or differs in number, shape or type")
         elif difference.greatest > max(_TOLERANCE, *usual):
             trial.wrong.append(f"{difference.where} differs by {difference.greatest:.2g} of its greatest element")
 

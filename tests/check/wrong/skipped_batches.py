@@ -1,8 +1,8 @@
 """Train on sequences; batches in which all of them are too short are skipped.
 
 NVIDIA-NeMo/Automodel#2468: each rank skips by looking at its own batch. The rank that skips is a backward
-pass ahead of the others: gradients of different steps are averaged, and where one rank skips more than
-another, somebody waits in vain at the end.
+pass ahead of the others: gradients of different batches are averaged, and where one rank skips more than
+another, the other one waits for it at the end.
 
 Mended: All ranks skip a batch if one of them has to.
 """
