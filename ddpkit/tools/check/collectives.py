@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.join import Join
 
+from ...collectives import ops
+from ...collectives.tree import leaves_of
 from ..recorder import Function, Recorder, before, guarded, replace, small_hashes
 from .loaders import Ending
 from .modules import Modules, variables
@@ -51,6 +53,7 @@ class Collectives:
     def install(self) -> None:
         """Begin."""
         before(Join, "__enter__", lambda *args: self._recorder.tell("join"))
+        before(ops, "reduce_tree", self._note_mean)
         for name in _POINT_TO_POINT:
             before(dist, name, self._note_sent)
         for name in _COLLECTIVES:
@@ -58,6 +61,16 @@ class Collectives:
         for name in (*_POINT_TO_POINT, *_COLLECTIVES):
             if hasattr(dist, name):
                 setattr(distributed_c10d, name, getattr(dist, name))  # which P2POp compares
+
+    def _note_mean(self, value: Any, op: str, weight: Any, *others: Any) -> None:
+        """Tell a mean of ddpkit without weight, which sends no tensor that shows it."""
+        if op == "mean" and weight is None and self._recorder.is_main:
+            leaves = [torch.as_tensor(leaf) for leaf in leaves_of(value).values()]
+            values = [float(leaf) for leaf in leaves if leaf.numel() == 1][:_SMALL]
+            self._recorder.tell_collective(
+                {"op": "all_reduce", "group": "0", "where": stack()[:4], "reduction": "AVG", "values": values}
+                | self._context()
+            )
 
     def _note_sent(self, *args: Any, **kwargs: Any) -> None:
         """Tell once a step that a tensor goes from one rank to another."""
@@ -114,8 +127,10 @@ class Collectives:
                 fields["trained"] = self.trained.get(tensor.data_ptr())
         if "reduce" in name:
             fields["reduction"] = _reduction(args, kwargs)
-        more = {"samples": self._modules.samples, "divides": divides_by_ranks(), "averages": self._ending.accumulates}
-        self._recorder.tell_collective(fields | more)
+        self._recorder.tell_collective(fields | self._context())
+
+    def _context(self) -> dict[str, Any]:
+        return {"samples": self._modules.samples, "divides": divides_by_ranks(), "averages": self._ending.accumulates}
 
 
 def _parameters_behind(tensors: list[Tensor]) -> Iterator[Tensor]:
