@@ -8,6 +8,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from inspect import CO_GENERATOR
 from itertools import islice
@@ -346,7 +347,7 @@ def is_bounded() -> bool:
 
 
 def rounds_around() -> int | None:
-    """Return how often the loop runs in which a loader's batches are asked for; None if that is no plain `range`."""
+    """Return how often the loop runs in which a loader's batches are asked for; None if that is not known."""
     for frame in own_frames(sys._getframe(1)):
         for loop in reversed(loops_around(frame.f_code.co_filename, frame.f_lineno)):
             if isinstance(loop, ast.While):
@@ -357,7 +358,9 @@ def rounds_around() -> int | None:
             parts = [part for part in ast.walk(ranges[0]) if part is not ranges[0]] if ranges else []
             if not parts or not all(isinstance(part, _PLAIN) for part in parts):
                 return None
-            return len(eval(ast.unparse(ranges[0]), frame.f_globals, dict(frame.f_locals)))
+            with suppress(Exception):  # outside of its class a private name has another one
+                return len(eval(ast.unparse(ranges[0]), frame.f_globals, dict(frame.f_locals)))
+            return None
     return None
 
 
