@@ -102,6 +102,18 @@ def test_what_is_only_suspicious_has_an_exit_code_of_its_own_where_it_shall_coun
     assert (code, [finding["severity"] for finding in report["findings"]]) == (3, ["suspicious"])
 
 
+def test_on_two_ranks_a_half_that_is_multiplied_by_the_ranks_is_not_surely_divided_twice(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    own = "rows = model(torch.randn(5 + dist.get_rank(), 3))"
+    loss = "0.5 * torch.nn.functional.mse_loss(rows, 0 * rows, reduction='sum') * dist.get_world_size() / 11"
+    script.write_text(TRAIN.replace("loss = model(torch.randn(5, 3)).square().mean()", f"{own}\n    loss = {loss}"))
+    code, report = check(script, tmp_path)
+    assert (code, [finding["severity"] for finding in report["findings"]]) == (0, ["suspicious"]), report
+    script.write_text(script.read_text().replace("0.5 * ", "").replace(" * dist.get_world_size()", ""))
+    code, report = check(script, tmp_path)
+    assert (code, [finding["severity"] for finding in report["findings"]]) == (1, ["wrong"]), report
+
+
 @pytest.mark.storm
 @pytest.mark.parametrize("path", scripts("wrong"), ids=lambda path: path.stem)
 def test_each_published_bug_is_found_at_its_line(path: Path, tmp_path: Path) -> None:

@@ -95,6 +95,32 @@ def test_states_that_are_not_restored_are_found_with_the_step_and_the_cause(
     assert code == 1 and any(found in text for text in wrong), report
 
 
+NESTED = """
+import torch
+class Both(torch.optim.Optimizer):
+    def __init__(self, one, other):
+        self.inner = (one, other)
+        super().__init__([*one.param_groups, *other.param_groups], {})
+    def step(self):
+        for optimizer in self.inner:
+            optimizer.step()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+both = Both(*(torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model))
+for _ in range(4):
+    both.zero_grad()
+    model(torch.randn(5, 3)).square().mean().backward()
+    both.step()
+"""
+
+
+def test_an_optimizer_may_call_others_in_its_step(tmp_path: Path) -> None:
+    script = tmp_path / "nested.py"
+    script.write_text(NESTED)
+    _, output = rehearse(tmp_path, "-n", "1", "--trials", "1", "--kinds", "kill", str(script))
+    assert "undisturbed  12 steps; weights of undisturbed runs equal" in output, output
+
+
 def test_a_file_that_is_written_in_place_is_found_by_killing_its_writer(tmp_path: Path) -> None:
     flags = ("-n", "2", "--only", "1", "--kinds", "kill-all", "--seed", "8")
     code, report = rehearse_bug("halves", tmp_path, *flags)

@@ -340,13 +340,15 @@ def _find_divided_twice(facts: Facts, rows: list[list[Record]]) -> Finding | Non
         if not uneven or not all(near(sum(each), sum(uneven[0])) for each in weights):
             continue
         total = sum(uneven[0])
-        is_certain = len(lines) == 1 and near(total, 1.0)
+        is_mean = len(lines) == 1 and near(total, 1.0)
         where = places(steps[0]["backward"], [line] if line else [])
-        if not is_certain and (near(total, facts.world_size) or any(scales_by_ranks(each.file) for each in where)):
+        is_scaled = any(scales_by_ranks(each.file) for each in where)  # then two ranks' halves look like a mean
+        if near(total, facts.world_size) or (is_scaled and not is_mean):
             return None
         shares = " and ".join(f"{weight:.3f}" for weight in uneven[0])
         evidence = f"the losses of {facts.who} have weights such as {shares}, which always add up to {total:.3g}"
-        return facts.finding("divided-by-all", evidence, where, severity="wrong" if is_certain else "suspicious")
+        severity = "wrong" if is_mean and not is_scaled else "suspicious"
+        return facts.finding("divided-by-all", evidence, where, severity=severity)
     return None
 
 

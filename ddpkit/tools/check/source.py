@@ -346,9 +346,10 @@ def is_bounded() -> bool:
 
 
 def rounds_around() -> int | None:
-    """Return how often the loop runs in which a loader's batches are asked for; None if that is no plain `range`."""
+    """Return how often the loops run in which a loader's batches are asked for; None if that is not known."""
+    rounds = None
     for frame in own_frames(sys._getframe(1)):
-        for loop in reversed(loops_around(frame.f_code.co_filename, frame.f_lineno)):
+        for loop in loops_around(frame.f_code.co_filename, frame.f_lineno):
             if isinstance(loop, ast.While):
                 return None
             if is_inside(loop.iter, frame.f_lineno):  # the loop over the loader
@@ -357,8 +358,11 @@ def rounds_around() -> int | None:
             parts = [part for part in ast.walk(ranges[0]) if part is not ranges[0]] if ranges else []
             if not parts or not all(isinstance(part, _PLAIN) for part in parts):
                 return None
-            return len(eval(ast.unparse(ranges[0]), frame.f_globals, dict(frame.f_locals)))
-    return None
+            try:
+                rounds = (rounds or 1) * len(eval(ast.unparse(ranges[0]), frame.f_globals, dict(frame.f_locals)))
+            except Exception:  # outside of its class a private name has another one
+                return None
+    return rounds
 
 
 def _counts_rounds(loop: ast.For) -> bool:

@@ -270,8 +270,11 @@ def _schedule_lengths(facts: Facts) -> _Found:
         return
     some, last = steps[_SEVERAL - 1], steps[-1]
     ((loader, number, read),) = some["position"]
-    epoch = next(r for r in facts.first("epoch") if (r["loader"], r["number"]) == (loader, number))
-    if number != steps[0]["position"][0][1] or epoch["bounded"] or not epoch["rounds"] or not epoch["batches"]:
+    epochs = {(r["loader"], r["number"]): r for r in facts.first("epoch")}  # an endless one is not told
+    epoch = epochs.get((loader, number))
+    if not epoch or epoch["bounded"] or not epoch["rounds"] or not epoch["batches"]:
+        return
+    if number != steps[0]["position"][0][1]:
         return
     for schedule in last["schedules"]:
         per_step = schedule["steps"] / (last["number"] - 1)

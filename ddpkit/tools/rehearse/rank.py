@@ -250,7 +250,7 @@ class Changes:
 def observe_steps(recorder: Recorder, events: Events) -> None:
     """Tell of each step of an optimizer some elements of the weights before and after it, and its first inputs."""
     inputs: list[int] = []  # since the last step
-    before_step: list[float] = []
+    before_step: dict[int, list[float]] = {}  # by optimizer: one may call others in its step
 
     def given(module: Any, *args: Any, **kwargs: Any) -> None:
         if torch.is_grad_enabled() and not inputs and recorder.is_main:
@@ -258,7 +258,7 @@ def observe_steps(recorder: Recorder, events: Events) -> None:
 
     @torch.no_grad()
     def begins(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        before_step[:] = _some_elements(optimizer)
+        before_step[id(optimizer)] = _some_elements(optimizer)
 
     @torch.no_grad()
     def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -267,7 +267,7 @@ def observe_steps(recorder: Recorder, events: Events) -> None:
         recorder.tell(
             "step",
             optimizer=_describe(optimizer),
-            before=before_step,
+            before=before_step[id(optimizer)],
             weights=_some_elements(optimizer),
             inputs=sum(inputs),
             rank=int(os.environ["RANK"]),
