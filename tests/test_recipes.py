@@ -43,9 +43,8 @@ def run_recipe(name: str, folder: str, envs: list[dict[str, str]]) -> None:
             output = os.open(f"{folder}/{number}", os.O_WRONLY | os.O_CREAT)
             os.dup2(output, 1)
             os.dup2(output, 2)
-            if not env:
-                use_stand_in()
-            run_in(str(FOLDER / f"{name}.py"), f"{folder}/{'several' if env else 'one'}")
+            start = run_in if env else run_on_stand_in
+            start(str(FOLDER / f"{name}.py"), f"{folder}/{'several' if env else 'one'}")
             return
         crew[pid] = number
     for _ in range(len(crew)):
@@ -56,6 +55,11 @@ def run_recipe(name: str, folder: str, envs: list[dict[str, str]]) -> None:
 def run_in(path: str, folder: str) -> None:
     os.chdir(folder)
     runpy.run_path(path, run_name="__main__")
+
+
+def run_on_stand_in(path: str, folder: str) -> None:
+    use_stand_in()
+    run_in(path, folder)
 
 
 def play(name: str, ranks: int, folder: Path) -> tuple[str, str]:
@@ -120,20 +124,16 @@ def test_a_recipe_that_starts_its_ranks_runs(name: str) -> None:
     assert number_in(ended.output.splitlines()[-1]) < 1
 
 
-def train_on_the_stand_in(source: str, folder: str) -> None:
-    use_stand_in()
-    os.chdir(folder)
-    exec(source, {"__name__": "__main__"})
-
-
-@pytest.mark.parametrize("forgotten", ["model(x)", "x.to(context.device)) - y.to(context.device)"])
-def test_a_batch_that_stays_on_the_host_is_found_here(forgotten: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("moved", "forgotten"),
+    [("x, y = x.to(context.device), y.to(context.device)", "pass"), ("- y.to(context.device)", "- y")],
+)
+def test_a_batch_that_stays_on_the_host_is_found_here(moved: str, forgotten: str, tmp_path: Path) -> None:
     source = (FOLDER / "early_stopping.py").read_text()
-    if forgotten == "model(x)":
-        source = source.replace("x, y = x.to(context.device), y.to(context.device)", "pass")
-    else:
-        source = source.replace(forgotten, "x.to(context.device)) - y")
-    (ended,) = run(train_on_the_stand_in, [{}], source, str(tmp_path))
+    assert moved in source
+    file = tmp_path / "recipe.py"
+    file.write_text(source.replace(moved, forgotten))
+    (ended,) = run(run_on_stand_in, [{}], str(file), str(tmp_path))
     assert ended.code == 1 and "expected all tensors to be on the same device" in ended.output
 
 
