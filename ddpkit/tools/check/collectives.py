@@ -15,6 +15,7 @@ from torch.distributed.algorithms.join import Join
 
 from ...collectives import ops
 from ...collectives.tree import leaves_of
+from ...job.job import Peers, group_of
 from ..recorder import Function, Recorder, before, guarded, replace, small_hashes
 from .loaders import Ending
 from .modules import Modules, variables
@@ -62,15 +63,13 @@ class Collectives:
             if hasattr(dist, name):
                 setattr(distributed_c10d, name, getattr(dist, name))  # which P2POp compares
 
-    def _note_mean(self, value: Any, op: str, weight: Any, *others: Any) -> None:
+    def _note_mean(self, value: Any, op: str, weight: Any, check: bool, peers: Peers | None) -> None:
         """Tell a mean of ddpkit without weight, which sends no tensor that shows it."""
         if op == "mean" and weight is None and self._recorder.is_main:
             leaves = [torch.as_tensor(leaf) for leaf in leaves_of(value).values()]
             values = [float(leaf) for leaf in leaves if leaf.numel() == 1][:_SMALL]
-            self._recorder.tell_collective(
-                {"op": "all_reduce", "group": "0", "where": stack()[:4], "reduction": "AVG", "values": values}
-                | self._context()
-            )
+            fields = {"op": "all_reduce", "reduction": "AVG", "group": _name_of(group_of(peers)), "values": values}
+            self._recorder.tell_collective(fields | {"where": stack()[:4]} | self._context())
 
     def _note_sent(self, *args: Any, **kwargs: Any) -> None:
         """Tell once a step that a tensor goes from one rank to another."""
