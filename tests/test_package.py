@@ -14,7 +14,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path, PurePath
 
 import pytest
-from rooms import MODULES, PICTURE, draw, imports, room_of, tree_of
+from packages import MODULES, PICTURE, draw, imports, package_of, tree_of
 
 import ddpkit
 
@@ -78,36 +78,36 @@ is_sharded_loaded.append("ddpkit.sharded" in sys.modules)
 print(json.dumps([loaded, is_sharded_loaded]))
 """
 
-TESTING = [module for module in MODULES if room_of(module) == "testing"]
+TESTING = [module for module in MODULES if package_of(module) == "testing"]
 LIBRARY = [module for module in MODULES if module not in TESTING and str(module) not in ("__init__", "__main__")]
 
 
-def rooms() -> list[str]:
-    """The rooms in the order of docs/design.md, from the one that imports all others to the one that imports none."""
-    return [*rooms_under("optional"), *rooms_under("core")]
+def packages() -> list[str]:
+    """The packages in the order of docs/design.md; the last one imports none of the others."""
+    return [*packages_under("optional"), *packages_under("core")]
 
 
-def rooms_under(head: str) -> list[str]:
-    """The rooms in one of the tables of docs/design.md."""
+def packages_under(head: str) -> list[str]:
+    """The packages in one of the tables of docs/design.md."""
     text = (ROOT / "docs/design.md").read_text()
     table = text[text.index(f"| {head} | what is in it |") :].partition("\n\n")[0]
     return re.findall(r"^\| `([\w.]+)/?` \|", table, re.MULTILINE)
 
 
-def test_every_room_is_in_the_design_page() -> None:
-    assert sorted(rooms()) == sorted({room_of(module) for module in [*LIBRARY, *TESTING]})
+def test_every_package_is_in_the_design_page() -> None:
+    assert sorted(packages()) == sorted({package_of(module) for module in [*LIBRARY, *TESTING]})
 
 
-def test_a_room_imports_only_from_rooms_below_it() -> None:
-    place = {room: number for number, room in enumerate(rooms())}
+def test_a_package_imports_only_from_packages_below_it() -> None:
+    place = {package: number for number, package in enumerate(packages())}
     arrows = [(module, other) for module in [*LIBRARY, *TESTING] for other in imports(module)[0]]
-    assert [f"{a} -> {b}" for a, b in arrows if place[room_of(a)] > place[room_of(b)]] == []
+    assert [f"{a} -> {b}" for a, b in arrows if place[package_of(a)] > place[package_of(b)]] == []
 
 
-def test_the_core_imports_no_optional_room() -> None:
-    core, optional = rooms_under("core"), rooms_under("optional")
-    arrows = [(module, other) for module in LIBRARY if room_of(module) in core for other in imports(module)[0]]
-    assert [f"{a} -> {b}" for a, b in arrows if room_of(b) in optional] == []
+def test_the_core_imports_no_optional_package() -> None:
+    core, optional = packages_under("core"), packages_under("optional")
+    arrows = [(module, other) for module in LIBRARY if package_of(module) in core for other in imports(module)[0]]
+    assert [f"{a} -> {b}" for a, b in arrows if package_of(b) in optional] == []
 
 
 def test_type_checkers_see_the_names_that_are_loaded_at_use() -> None:
@@ -125,8 +125,8 @@ def test_an_ordinary_script_on_one_process_loads_little(tmp_path: Path) -> None:
     assert len(loaded) <= 50, loaded
 
 
-def test_the_picture_of_the_rooms_is_true() -> None:
-    assert PICTURE.read_text() == draw(), "run python docs/rooms.py"
+def test_the_picture_of_the_packages_is_true() -> None:
+    assert PICTURE.read_text() == draw(), "run python docs/packages.py"
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
@@ -134,7 +134,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 
 
 def test_nothing_imports_the_plugin_which_needs_pytest_besides() -> None:
-    assert [module for module in LIBRARY if {room_of(other) for other in imports(module)[0]} & {"testing"}] == []
+    assert [module for module in LIBRARY if {package_of(other) for other in imports(module)[0]} & {"testing"}] == []
     outside = set().union(*(imports(module)[1] for module in TESTING))
     assert outside <= sys.stdlib_module_names | {"torch", "numpy", "pytest", "coverage", "ddpkit"}
     hooks = PurePath("testing/hooks")  # elsewhere in a wheel

@@ -354,10 +354,10 @@ def _send_exit_code(connections: list[Socket]) -> None:
     process.at_end.insert(0, write)
 
 
-def _modules_of(*rooms: ModuleType) -> Iterator[ModuleType]:
-    for room in rooms:
-        for found in pkgutil.iter_modules(room.__path__):
-            yield importlib.import_module(f"{room.__name__}.{found.name}")
+def _modules_of(*packages: ModuleType) -> Iterator[ModuleType]:
+    for package in packages:
+        for found in pkgutil.iter_modules(package.__path__):
+            yield importlib.import_module(f"{package.__name__}.{found.name}")
 
 
 def put_in_place() -> None:

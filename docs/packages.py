@@ -1,4 +1,4 @@
-"""Draw the rooms of ddpkit and the imports between them: `python docs/rooms.py` writes `docs/images/rooms.svg`.
+"""Draw the packages of ddpkit and their imports: `python docs/packages.py` writes `docs/images/packages.svg`.
 
 The picture is made from the source, and a test compares the two. An arrow that follows from others is left out.
 """
@@ -11,7 +11,7 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path, PurePath
 
-PICTURE = Path(__file__).with_name("images") / "rooms.svg"
+PICTURE = Path(__file__).with_name("images") / "packages.svg"
 PACKAGE = Path(__file__).parents[1] / "ddpkit"
 MODULES = [path.relative_to(PACKAGE).with_suffix("") for path in sorted(PACKAGE.rglob("*.py"))]
 _WIDTH, _HEIGHT = 165, 36  # of a box, in pixels
@@ -24,8 +24,8 @@ def tree_of(module: PurePath) -> ast.Module:
     return ast.parse(PACKAGE.joinpath(module).with_suffix(".py").read_text())
 
 
-def room_of(module: PurePath) -> str:
-    """Name the room that a module is in: its folder, or the file itself."""
+def package_of(module: PurePath) -> str:
+    """Name the package that a module is in: its folder, or the file itself."""
     return module.parts[0] if len(module.parts) > 1 else f"{module}.py"
 
 
@@ -58,14 +58,14 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def arrows() -> dict[str, set[str]]:
-    """Tell for each room from which others it imports."""
+    """Tell for each package from which others it imports."""
     found: dict[str, set[str]] = {}
     for module in MODULES:
         if len(module.parts) == 1 and module.name.startswith("__"):
             continue
-        room = room_of(module)
-        others = {room_of(other) for other in imports(module)[0]}
-        found.setdefault(room, set()).update(others - {room})
+        package = package_of(module)
+        others = {package_of(other) for other in imports(module)[0]}
+        found.setdefault(package, set()).update(others - {package})
     return found
 
 
@@ -73,7 +73,7 @@ def draw() -> str:
     """Return the picture as SVG."""
     below = _needed(arrows())
     floors = _floors(below)
-    chains = [_chain(room, other, floors) for room in sorted(below) for other in sorted(below[room])]
+    chains = [_chain(package, other, floors) for package in sorted(below) for other in sorted(below[package])]
     places = _places(floors, chains)
     width = max(x for x, _ in places.values()) + _WIDTH + 20
     height = max(y for _, y in places.values()) + _HEIGHT + 20
@@ -89,9 +89,9 @@ def draw() -> str:
         points[-1] = (points[-1][0], points[-1][1] - _HEIGHT / 2)
         path = " ".join(f"{x:g},{y:g}" for x, y in points)
         lines.append(f'<polyline points="{path}" fill="none" stroke="#555" marker-end="url(#tip)"/>')
-    for room in sorted(below):
-        x, y = places[room]
-        name = room if room.endswith(".py") else f"{room}/"
+    for package in sorted(below):
+        x, y = places[package]
+        name = package if package.endswith(".py") else f"{package}/"
         lines.append(
             f'<rect x="{x:g}" y="{y:g}" width="{_WIDTH}" height="{_HEIGHT}" rx="5" fill="#eef3fa" stroke="#456"/>'
             f'<text x="{x + _WIDTH / 2:g}" y="{y + 23:g}" font-size="14" text-anchor="middle">{name}</text>'
@@ -102,31 +102,31 @@ def draw() -> str:
 def _needed(below: dict[str, set[str]]) -> dict[str, set[str]]:
     """Leave out the arrows that follow from others."""
     reached: dict[str, set[str]] = {}
-    for room in TopologicalSorter(below).static_order():
-        reached[room] = below[room].union(*(reached[other] for other in below[room]))
-    return {room: others - set().union(*(reached[other] for other in others)) for room, others in below.items()}
+    for package in TopologicalSorter(below).static_order():
+        reached[package] = below[package].union(*(reached[other] for other in below[package]))
+    return {package: others - set().union(*(reached[other] for other in others)) for package, others in below.items()}
 
 
 def _floors(below: dict[str, set[str]]) -> dict[str, int]:
-    """Give each room the lowest floor that is above all that it imports."""
+    """Give each package the lowest floor that is above all that it imports."""
     floors: dict[str, int] = {}
-    for room in TopologicalSorter(below).static_order():
-        floors[room] = max((floors[other] + 1 for other in below[room]), default=0)
+    for package in TopologicalSorter(below).static_order():
+        floors[package] = max((floors[other] + 1 for other in below[package]), default=0)
     return floors
 
 
-def _chain(room: str, other: str, floors: dict[str, int]) -> list[str]:
-    """Name the stops of an arrow: the rooms at its ends, and a gap between boxes on each floor between them."""
-    gaps = [f"{room} to {other} on {floor}" for floor in range(floors[room] - 1, floors[other], -1)]
-    return [room, *gaps, other]
+def _chain(package: str, other: str, floors: dict[str, int]) -> list[str]:
+    """Name the stops of an arrow: the packages at its ends, and a gap between boxes on each floor between them."""
+    gaps = [f"{package} to {other} on {floor}" for floor in range(floors[package] - 1, floors[other], -1)]
+    return [package, *gaps, other]
 
 
 def _places(floors: dict[str, int], chains: list[list[str]]) -> dict[str, tuple[float, float]]:
     """Give each stop the left upper corner of its box; it stands near those that it points to, one floor below."""
     rows: dict[int, set[str]] = {floor: set() for floor in range(max(floors.values()) + 1)}
     below: dict[str, list[str]] = {}
-    for room, floor in floors.items():
-        rows[floor].add(room)
+    for package, floor in floors.items():
+        rows[floor].add(package)
     for chain in chains:
         for step, stop in enumerate(chain[:-1]):
             rows[floors[chain[0]] - step].add(stop)
