@@ -142,8 +142,9 @@ def _sum_over_ranks(block: Numbers, peers: Peers | None) -> None:
         dist.all_reduce(on_device, group=group)
         block[:] = on_device.cpu().numpy()
     elif len(everyone) <= _FEW:
-        copies = np.tile(block, (len(everyone), 1))
-        received = np.empty_like(copies)
+        received = np.empty((len(everyone), len(block)))
+        copies = np.empty_like(received)
+        copies[:] = block
         dist.all_to_all_single(torch.from_numpy(received), torch.from_numpy(copies), group=group)
         _add_rows(received, block)
     else:
