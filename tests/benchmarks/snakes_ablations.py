@@ -3,8 +3,9 @@
     python tests/benchmarks/snakes_ablations.py
     python tests/benchmarks/snakes_ablations.py --only "as it is" "no target networks" --processes 2
 
-Prints a Markdown table: the win rates of the best models of all seeds, without search, against each player, with the
-95 % interval of so many games; and their mean over the players, with its least and greatest value among the seeds.
+Prints a Markdown table: the win rates of the best models of all seeds against each player, with the 95 % interval of so
+many games; and their mean over the players, with its least and greatest value among the seeds. The models play without
+search, unless a row says otherwise.
 """
 
 from __future__ import annotations
@@ -17,27 +18,22 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "snakes_ddpg"))
 
-from snakes import runs
+from snakes import runs, search
 from snakes.collector import Collector
 from snakes.evaluation import play_games
 from snakes.opponents import OPPONENTS
-from snakes.search import load_player
 from snakes_strangers import voronoi
 
 PROGRAM = Path(runs.__file__).parents[1] / "rl_trainer" / "main.py"
 JUDGES = {name: OPPONENTS[name] for name in ("greedy", "foresighted", "territory")} | {"voronoi": voronoi}
 GAMES_SEED = 12345  # neither that of training nor that of its evaluations
-
-
-def clip_nothing() -> None:
-    torch.nn.utils.clip_grad_norm_ = lambda parameters, limit: None
 
 
 def start_together() -> None:
@@ -56,9 +52,17 @@ ABLATIONS: dict[str, str | Callable[[], None]] = {
     "as it is": "",
     "no target networks": "--tau 1",
     "territory as the only opponent": "--opponent territory",
-    "no random moves but the actor's": "--epsilon 0",
-    "gradients not clipped": clip_nothing,
+    "random moves, too": "--epsilon 0.2 --epsilon_speed 0.999999",
     "all boards start together": start_together,
+    "search": "",
+    "search, rivals take their first way": "",
+    "search, and no snake counts as trapped": "",
+}
+# constants of the search by the rows whose models play with it
+SEARCHES: dict[str, dict[str, Any]] = {
+    "search": {},
+    "search, rivals take their first way": {"DOUBT": ()},
+    "search, and no snake counts as trapped": {"DOUBT": (), "TRAP": 0.0},
 }
 
 
@@ -80,7 +84,9 @@ def train(task: tuple[str, int, argparse.Namespace]) -> list[float]:
         except SystemExit as end:
             if end.code:
                 raise RuntimeError(f"{name}, seed {seed}: the trainer ended with status {end.code}") from end
-        policy = load_player(runs.find_model("latest", root=Path(folder)), depth=0)
+        depth = search.DEPTH if name in SEARCHES else 0
+        policy = search.load_player(runs.find_model("latest", root=Path(folder)), depth)
+    vars(search).update(SEARCHES.get(name, {}))
     return [play_games(policy, player, args.games, seed=GAMES_SEED).win_rate for player in JUDGES.values()]
 
 

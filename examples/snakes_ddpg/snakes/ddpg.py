@@ -159,8 +159,6 @@ class DDPG:
         self._update.close()
 
     def _step(self) -> None:
-        for network in self.networks:
-            nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         self.optimizer.step()
         with torch.no_grad():
             torch._foreach_lerp_(list(self.targets.parameters()), list(self.networks.parameters()), self.tau)

@@ -40,7 +40,6 @@ _GUIDES = {
     "c_lr": 3e-4,
     "gamma": 0.99,
     "epsilon": 0.5,
-    "epsilon_min": 0.0,
     "epsilon_speed": 0.9995,
     "opponent_difficulty_strategy": "curriculum",
 }
@@ -118,9 +117,9 @@ def _make_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("exploration and opponents")
     add = group.add_argument
     either = partial(group.add_mutually_exclusive_group().add_argument, action=_Either)
-    add("--epsilon", type=share, default=0.2, help="part of the moves that is random at first")
-    add("--epsilon_speed", type=share, default=0.999999, help="factor of epsilon per environment step, global")
-    add("--epsilon_min", type=share, default=0.02, help="what epsilon does not fall below")
+    text = "part of the moves that is random at first, the others being drawn by the actor's probabilities"
+    add("--epsilon", type=share, default=0.0, help=text)
+    add("--epsilon_speed", type=share, default=1.0, help="factor of epsilon per environment step, global")
     text = f"{MIXED}: {', '.join(LADDER)}, each on as many boards; else how one opponent's difficulty grows from 0 to 4"
     strategy = "opponent_difficulty_strategy"
     either(f"--{strategy}", const="opponent", choices=(MIXED, *LADDERS), default=MIXED, help=text)
@@ -258,8 +257,7 @@ def model_name(settings: argparse.Namespace, episodes: int, stopped: bool = Fals
 
 def epsilon_at(settings: argparse.Namespace, environment_steps: int) -> float:
     """Find the part of the moves that is random after so many environment steps of all ranks."""
-    floor = min(settings.epsilon_min, settings.epsilon)
-    return max(floor, settings.epsilon * settings.epsilon_speed**environment_steps)
+    return settings.epsilon * settings.epsilon_speed**environment_steps
 
 
 def describe(s: argparse.Namespace) -> str:

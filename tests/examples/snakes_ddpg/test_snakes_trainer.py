@@ -157,7 +157,7 @@ def test_train_ddp_sh_prints_the_console_block_once_for_all_processes(trained: T
     assert episodes == sorted({*episodes}) and episodes[-1] >= EPISODES
     for _, total, epsilon, difficulty, *snakes, _, critic in blocks:
         assert total == pytest.approx(sum(snakes), abs=0.21)  # rounded to tenths
-        assert epsilon == 0.2 and difficulty in range(5) and critic > 0
+        assert epsilon == 0 and difficulty in range(5) and critic > 0
 
 
 def test_an_evasion_that_is_never_reached_is_a_warning_once_and_the_run_goes_on(trained: Trained) -> None:
