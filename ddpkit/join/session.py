@@ -28,6 +28,7 @@ from .store import Pause, call_with_timeout, read_long, read_text, read_texts, w
 
 T = TypeVar("T")
 _CAUSE_TIMEOUT = timedelta(seconds=1.5)  # time for the watch to learn why a connection broke
+_AFTERWARDS = timedelta(seconds=10)  # time after a time-out to learn which ranks are missing
 _LINGER = 2.0  # seconds that the store's host waits for ranks that are still leaving
 Ranks = tuple[int, ...]  # some of a job's ranks, in an order that they all know
 
@@ -207,24 +208,29 @@ class Session:
     def until(self, ready: Callable[[], T | None], timeout: timedelta, late: Callable[[], T]) -> T:
         """Poll until `ready()` is not None; return it, raise a peer's failure, or after the time-out call `late()`."""
         pause = Pause.among(len(self.hosts) if self.rank else 1)  # other ranks often wait for rank 0
-        deadline = time.monotonic() + timeout.total_seconds()
         failure = None
-        while True:
-            value = ready()
+        with self._deadline(timeout) as deadline:
+            while True:
+                value = ready()
+                if value is not None:
+                    return value
+                if failure:
+                    raise failure.to_error()
+                failure = self.failures.look_up()
+                if failure:  # of a peer that may have arrived before it failed
+                    continue
+                if time.monotonic() > deadline:
+                    break
+                pause()
+        with self._deadline(_AFTERWARDS):  # the store has answered so far
+            self.show_ranks()
+            failure = self.failures.look_up()
+            value = ready()  # it may have arrived meanwhile
             if value is not None:
                 return value
             if failure:
                 raise failure.to_error()
-            failure = self.failures.look_up()
-            if failure:  # of a peer that may have arrived before it failed
-                continue
-            if time.monotonic() > deadline:
-                self.show_ranks()
-                if self.failures.look_up():
-                    continue
-                value = ready()  # it may have arrived meanwhile
-                return late() if value is None else value
-            pause()
+            return late()
 
     def wait_for_key(self, key: str, timeout: timedelta, late: Callable[[], DdpkitError]) -> None:
         """Wait until a rank has written this key; raise a peer's failure, or `late()` after the time-out."""

@@ -53,6 +53,22 @@ def test_nobody_leaves_a_meeting_before_everybody_has_come(world_size: int) -> N
     assert results == [world_size] * world_size
 
 
+def test_each_wait_for_a_value_and_what_follows_its_time_out_have_time_of_their_own() -> None:
+    def find_deadlines(session: Session) -> list[float]:
+        left: list[float] = []
+
+        def ready() -> None:
+            left.append((session.deadline or 0) - time.monotonic())
+
+        with session.bounded(timedelta(seconds=-60)):
+            session.until(ready, timedelta(seconds=0.2), lambda: True)
+        return left
+
+    ((first, *_, last),), _ = on_threads(1, find_deadlines)
+    assert first == pytest.approx(0.2, abs=0.2)
+    assert last > session_module._ROLL_CALL + session_module._AT_ONCE.total_seconds()
+
+
 def test_those_who_miss_a_meeting_are_named() -> None:
     def meet(session: Session) -> None:
         if session.rank in (0, 59, 60, 69):
