@@ -1,4 +1,4 @@
-"""What each part of the snakes trainer brings: trains without it, with several seeds, and lets the models play.
+"""What each part of the snakes trainer brings: trains with several seeds without it, and lets the models play.
 
     python tests/benchmarks/snakes_ablations.py
     python tests/benchmarks/snakes_ablations.py --only "as it is" "no target networks" --processes 2
@@ -47,7 +47,7 @@ def start_together() -> None:
     Collector.__init__ = make_together
 
 
-# flags of the trainer, or a change of its program, by what the run does without
+# flags of the trainer, or a change of its program, by what the row is called
 ABLATIONS: dict[str, str | Callable[[], None]] = {
     "as it is": "",
     "no target networks": "--tau 1",
@@ -67,7 +67,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
 
 
 def train(task: tuple[str, int, argparse.Namespace]) -> list[float]:
-    """Trains without a part, on one process; the best model's win rates against each player."""
+    """Trains with a part changed, on one process; the best model's win rates against each player."""
     name, seed, args = task
     change = ABLATIONS[name]
     flags = []
