@@ -172,7 +172,7 @@ def test_a_handler_of_signals_may_tell_something_while_a_record_is_written() -> 
         ("lightning_fabric", "none", ""),
         ("lightning_fabric", "loader", "the inputs are those of step 1"),
         ("accelerate", "none", ""),
-        ("accelerate", "sampler", "the inputs are those of step 2"),
+        ("accelerate", "sampler", "the inputs are those of step "),  # which one: by the moment of the kill
     ],
 )
 def test_what_other_libraries_save_is_rehearsed(package: str, bug: str, wrong: str, tmp_path: Path) -> None:
@@ -183,13 +183,13 @@ def test_what_other_libraries_save_is_rehearsed(package: str, bug: str, wrong: s
     code, output = rehearse(tmp_path, *words)
     report = report_of(output)
     found = [text for trial in report["trials"] for text in trial["wrong"]]
-    assert code == bool(wrong) and [text[-len(wrong) :] for text in found] == [wrong] * bool(wrong), output
+    assert code == bool(found) == bool(wrong) and all(wrong in text for text in found), output
     assert all(trial["files"]["compared"] for trial in report["trials"])
 
 
 @pytest.mark.storm
 def test_a_script_that_never_resumes_is_told_so(tmp_path: Path) -> None:
-    code, output = rehearse(tmp_path, "-n", "2", "--trials", "2", "--kinds", "kill", str(SCRIPT), "anew", "{folder}")
+    code, output = rehearse(tmp_path, "-n", "2", "--trials", "4", "--kinds", "kill", str(SCRIPT), "anew", "{folder}")
     assert code == 1 and "no start continued from the last one" in output, output
 
 
