@@ -47,6 +47,12 @@ def start_together() -> None:
     Collector.__init__ = make_together
 
 
+# constants of the search by the rows whose models play with it
+SEARCHES: dict[str, dict[str, Any]] = {
+    "search": {},
+    "search, rivals take their first way": {"DOUBT": ()},
+    "search, and no snake counts as trapped": {"DOUBT": (), "TRAP": 0.0},
+}
 # flags of the trainer, or a change of its program, by what the row is called
 ABLATIONS: dict[str, str | Callable[[], None]] = {
     "as it is": "",
@@ -54,15 +60,7 @@ ABLATIONS: dict[str, str | Callable[[], None]] = {
     "territory as the only opponent": "--opponent territory",
     "random moves, too": "--epsilon 0.2 --epsilon_speed 0.999999",
     "all boards start together": start_together,
-    "search": "",
-    "search, rivals take their first way": "",
-    "search, and no snake counts as trapped": "",
-}
-# constants of the search by the rows whose models play with it
-SEARCHES: dict[str, dict[str, Any]] = {
-    "search": {},
-    "search, rivals take their first way": {"DOUBT": ()},
-    "search, and no snake counts as trapped": {"DOUBT": (), "TRAP": 0.0},
+    **dict.fromkeys(SEARCHES, ""),
 }
 
 

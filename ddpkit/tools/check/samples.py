@@ -270,9 +270,9 @@ def _find_repeated_noise(facts: Facts) -> Iterator[Finding]:
     """Find steps that draw what an earlier one has drawn; each does, if it is from a generator of the script."""
     steps = [record for record in facts.first("step") if record["optimizer"] == 0]
     drawn = [{(e["generator"], e["state"]) for e in r["random"]["drawn"] if e["words"] >= _FEW} for r in steps]
+    always = set.intersection(*drawn) if drawn else set()
     seen: set[tuple[str, int]] = set()
     for number, states in enumerate(drawn):
-        always = set.intersection(*drawn)
         again = {kind for kind, state in states & seen if kind != "a generator" or (kind, state) in always}
         if again and (number > 1 or "a generator" not in again):
             evidence = f"step {number + 1} draws from the same states of {', '.join(sorted(again))} as an earlier one"
