@@ -255,10 +255,6 @@ def _rebuild(cls: type[DdpkitError], args: tuple[Any, ...], state: dict[str, Any
     return error
 
 
-class RankRejoins(DdpkitError):
-    """The ranks leave their job and join again, with a new process in place of a lost one."""
-
-
 # every rank raises these; for others, one rank raises and the rest get a PeerError
 ERRORS_OF_ALL_RANKS = (BadStepError, BarrierTimeoutError, CheckpointError, MismatchError, ReplicaMismatchError)
 

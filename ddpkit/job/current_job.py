@@ -16,7 +16,6 @@ from .device import choose_device, count_accelerators
 from .job import Job, Options, Peers, ranks_of
 
 if TYPE_CHECKING:
-    from ..join.failures import Failure
     from ..join.session import Session
 
 job: Job | None = None
@@ -80,22 +79,6 @@ def hold_failures(hold: bool, grace: float | None = None) -> None:
     mine.failures.held = hold
     if grace is not None:
         mine.failures.grace = grace
-
-
-def interrupt(failure: Failure) -> bool:
-    """Raise in the main threads of all ranks, as if one had failed; safe in any thread.
-
-    Returns:
-        False if this process is not in a job of several ranks, and nothing was done.
-    """
-    mine = session()
-    if mine is None:
-        return False
-    if mine.failures.known is None:
-        mine.failures.known = failure
-        if is_watched():
-            watch().wake()
-    return True
 
 
 def get_device() -> torch.device:

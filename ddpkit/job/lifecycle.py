@@ -460,7 +460,10 @@ def _check_thread(job: Job, thread: threading.Thread) -> None:
         "their order may differ between ranks. Call all collectives, including wrap_model(), in one thread."
     )
     failure = session.failure_of(error)
-    current_job.interrupt(failure)
+    if session.failures.known is None:
+        session.failures.known = failure
+        if job.watch:
+            job.watch.wake()
     job.refused = True
     job.caller = None  # so that no thread calls one any more
     session.failures.announce(failure)

@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..errors import LaunchError
+from ..join.failures import JobContinues
 from ..join.rendezvous import Generation, StartedByRank
 from ..join.store import connect_to_store, open_store, store_outlives_ranks, wait_for_listener
 from ..launch.detection import detect_launch
@@ -77,17 +78,18 @@ def is_child_of_rank(address: str, port: int, world_size: int) -> bool:
 
     Raises:
         StartedByRank: If this process is to be one of several ranks.
-        JobContinues: If that job continues without the rank that this process was started as.
+        JobContinues: If that job continues without the ranks that it has lost.
     """
     try:
         store = _connect_anew(address, port, time.monotonic() + _STRANGER)
         generation = _generation_in(store, time.monotonic() + _OPENING)
         starter = generation.starter() if generation else None
-        continued = generation.continued() if generation else None
+        if generation:
+            generation.raise_if_continued()
+    except JobContinues:
+        raise
     except (OSError, RuntimeError):  # not a store, or no answer
         return False
-    if continued is not None and not continued.is_out_of_date:
-        raise continued
     if starter and world_size > 1:
         raise StartedByRank(starter)
     return starter is not None

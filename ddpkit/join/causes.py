@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ..errors import BarrierTimeoutError, DdpkitError, MismatchError, PeerError, RankRejoins, message_of
+from ..errors import BarrierTimeoutError, DdpkitError, MismatchError, PeerError, message_of
 from ..torch_internals import current_group, other_groups_were_made
 from .failures import PACKAGE, Failure, in_model, last_call
 from .store import call_with_timeout
@@ -33,7 +33,7 @@ _TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
 _CHECK = os.path.join(PACKAGE, "collectives", "consistency.py")  # each ddpkit collective begins with its check
 _OF_A_STORE = (dist.DistNetworkError, dist.DistStoreError)  # perhaps one of the script's own stores
-_NOT_OURS = (PeerError, BarrierTimeoutError, RankRejoins)  # errors with which other ranks end this one's work
+_NOT_OURS = (PeerError, BarrierTimeoutError)  # errors with which other ranks end this one's work
 _BETWEEN_TWO = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
 
 
@@ -77,7 +77,7 @@ def lost_peer_of(error: BaseException, session: Session | None) -> DdpkitError |
     try:  # in another thread: the store's host may be stopped
         session.failures.raise_if_known()
         cause = call_with_timeout(lambda: cause_of(error, session), math.inf, session.failures.raise_if_known)
-    except (PeerError, RankRejoins) as known:
+    except PeerError as known:
         return known
     if cause is None and is_of_broken_collective(error):  # several ranks are silent, and none of them is named
         return DdpkitError(f"a collective broke, and the rank that caused it is unknown: {error}")

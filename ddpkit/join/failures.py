@@ -25,7 +25,6 @@ from ..errors import (
     DdpkitError,
     LaunchError,
     PeerError,
-    RankRejoins,
     message_of,
     printable,
     trace_of,
@@ -33,7 +32,6 @@ from ..errors import (
 from ..parsing import parse, refuse_text
 from .store import call_with_timeout
 
-out_of_date: list[Callable[[str], bool]] = []  # tell whether the job of a membership has ended; `survive` adds one
 GRACE = 5.0  # default seconds for a main thread to handle a failure
 
 PACKAGE = os.path.dirname(os.path.dirname(__file__))
@@ -47,21 +45,7 @@ _TEXT_LENGTHS = {"host": 300, "type": 300, "message": MESSAGE_LENGTH, "traceback
 
 
 class JobContinues(LaunchError):
-    """The job continues without the rank that this process was started as; `survive` takes its place.
-
-    Args:
-        message: Text of the error.
-        membership: The job's membership, as JSON.
-    """
-
-    def __init__(self, message: str, membership: str) -> None:
-        super().__init__(message)
-        self.membership = membership
-
-    @property
-    def is_out_of_date(self) -> bool:
-        """Return whether that job has ended, with this process as a member to the end."""
-        return any(is_of_ended_job(self.membership) for is_of_ended_job in out_of_date)
+    """The job continues without the ranks that it has lost, and refuses processes in their place."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +57,7 @@ class Failure:
         host: Its host.
         type: Name of its exception's class, or a word for a failure without one, such as "lost".
         message: The exception's message.
-        traceback: Its formatted traceback; "" if there is none. For a `JobContinues` the membership.
+        traceback: Its formatted traceback; "" if there is none.
     """
 
     rank: int
@@ -107,9 +91,7 @@ class Failure:
     def to_error(self) -> DdpkitError:
         """Create the exception that the other ranks raise."""
         if self.type == JobContinues.__name__:
-            return JobContinues(self.message, self.traceback)
-        if self.type == RankRejoins.__name__:
-            return RankRejoins(self.message)
+            return JobContinues(self.message)
         if self.rank < 0:
             return LaunchError(self.message)
         return PeerError(self.rank, self.host, self.type, self.message, self.traceback)

@@ -141,11 +141,12 @@ class Generation:
             self.await_readers(readers, 2.0)
             raise failure.to_error()
 
-    def continued(self) -> JobContinues | None:
-        """Return the error with which this start was cancelled because the job already continues, or None."""
+    def raise_if_continued(self) -> None:
+        """Raise if this start was cancelled because its job continues without the ranks that it has lost."""
         failure = first_failure(self.store)
         error = failure.to_error() if failure else None
-        return error if isinstance(error, JobContinues) else None
+        if isinstance(error, JobContinues):
+            raise error
 
     def await_readers(self, readers: int, seconds: float) -> None:
         """Count this rank as a reader of the reason; wait, with a time limit, for this number of readers."""
@@ -255,6 +256,8 @@ def complete_launch(launch: Launch, members: Members) -> Launch:
 def _collect_claims(store: dist.Store, me: Member, deadline: float, timeout: timedelta) -> tuple[dist.Store, Members]:
     """Begin a generation, as rank 0, and publish its members when all ranks are claimed."""
     former = Generation.latest(store)
+    if former:
+        former.raise_if_continued()
     starter = former.starter() if former else None
     if starter:
         if me.world_size > 1:
@@ -294,10 +297,8 @@ def _claim_until_accepted(
         latest = Generation.latest(store)
         if latest and latest.number > seen:  # earlier ones belong to dead attempts
             seen = latest.number
-            continued = latest.continued()
-            if continued is not None and not continued.is_out_of_date:
-                raise continued
-            claimed = latest if continued is None and _claim(latest, me) else None
+            latest.raise_if_continued()
+            claimed = latest if _claim(latest, me) else None
         members = _accepted(claimed, me) if claimed else None
         if claimed and members:
             return claimed.store, members

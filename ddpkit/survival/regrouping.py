@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -29,9 +29,8 @@ from ..join.failures import Failure, JobContinues
 from ..join.rendezvous import Generation
 from ..join.session import Session
 from ..join.sockets import is_listening, probe
-from ..join.store import Pause, call_with_timeout, connect_to_store, host_on, reachable
+from ..join.store import Pause, call_with_timeout, connect_to_store, host_on
 from ..parsing import opened, parse, sealed
-from .membership import Membership
 
 log = logging.getLogger(__name__)
 _READING = 2.0  # seconds for the others to read an answer
@@ -51,7 +50,7 @@ class Candidate:
         regroupings: Number of decisions it has received.
         steps: Number of its committed steps.
         is_whole: Whether its states are those of that step, not of the middle of the next.
-        address: Address of its store, which distinguishes processes with the same number.
+        address: Address of its store, as exchanged at the start: that of another process with its number differs.
     """
 
     member: int
@@ -68,9 +67,7 @@ class Quorum:
     Attributes:
         regrouping: Number of this decision.
         members: In the order of their new ranks.
-        addresses: Addresses of their stores, in the same order.
         leader: The member that decided, and hosts the store in which they meet.
-        joining_order: The members, the newest last.
         steps: Number of committed steps to resume from.
         source: A member with the states of that step.
         behind: Members without them.
@@ -79,33 +76,27 @@ class Quorum:
 
     regrouping: int
     members: list[int]
-    addresses: list[Address]
     leader: int
-    joining_order: list[int]
     steps: int
     source: int
     behind: list[int]
     refusal: str = ""
 
 
-_CANDIDATE = {**get_type_hints(Candidate)}
-_QUORUM = {**get_type_hints(Quorum), "members": [int], "joining_order": [int], "behind": [int], "addresses": [Address]}
+_CANDIDATE = get_type_hints(Candidate)
+_QUORUM = {**get_type_hints(Quorum), "members": [int], "behind": [int]}
 
 
-def decide(
-    leader: int, joining_order: Sequence[int], candidates: Collection[Candidate], unknown: Collection[int], least: int
-) -> Quorum:
+def decide(leader: int, candidates: Collection[Candidate], unknown: Collection[int], least: int) -> Quorum:
     """Decide who continues.
 
     Args:
         leader: The deciding member.
-        joining_order: The previous members, the newest last.
         candidates: Requests of the members that answered.
         unknown: Members that did not answer but may be alive, across a network partition.
         least: Smallest number of members.
     """
-    addresses = {candidate.member: candidate.address for candidate in candidates}
-    members = sorted(addresses)
+    members = sorted(candidate.member for candidate in candidates)
     whole = [candidate for candidate in candidates if candidate.is_whole]
     steps = max((candidate.steps for candidate in whole), default=0)
     able = sorted(candidate.member for candidate in whole if candidate.steps == steps)
@@ -118,10 +109,7 @@ def decide(
         refusal = f"members {sorted(unknown)} cannot be reached, and may continue without this rank"
     behind = [member for member in members if member not in able]
     number = 1 + max(candidate.regroupings for candidate in candidates)
-    places = [addresses[member] for member in members]
-    order = [member for member in joining_order if member in addresses]
-    order += [member for member in members if member not in order]
-    return Quorum(number, members, places, leader, order, steps, able[0] if able else -1, behind, refusal)
+    return Quorum(number, members, leader, steps, able[0] if able else -1, behind, refusal)
 
 
 def _may_speak_for_all(members: Sequence[int], unknown: Collection[int]) -> bool:
@@ -136,7 +124,6 @@ class Rendezvous:
 
     Args:
         member: This process's number.
-        size: Number of members at the start.
         host: Address at which the others reach this process.
         patience: Seconds to wait for a member that may be alive.
         secret: The job's secret: it authorises deciding, and asking, who continues. It is in no store.
@@ -145,11 +132,9 @@ class Rendezvous:
         addresses: Addresses of the members' stores.
     """
 
-    def __init__(self, member: int, size: int, host: str, patience: float, secret: bytes) -> None:
+    def __init__(self, member: int, host: str, patience: float, secret: bytes) -> None:
         self.member = member
         self._secret = secret
-        self._size = size
-        self._joining_order: list[int] = []  # the members, the newest last
         self._patience = patience
         self._heartbeat = _Heartbeat(patience)
         self._noted = 0  # absences before the others last worked with this member
@@ -164,21 +149,10 @@ class Rendezvous:
         """Create one on each rank of a job. Collective."""
         one_node = len(set(session.nodes)) == 1
         host = "127.0.0.1" if one_node else host_address(session.store)
-        rendezvous = cls(session.rank, len(session.nodes), host, patience, secret)
+        rendezvous = cls(session.rank, host, patience, secret)
         everyone = session.exchange(json.dumps({"address": rendezvous.address}))
         found = [parse(text, "rendezvous", {"address": Address})["address"] for text in everyone]
         rendezvous.addresses = {rank: (host, port) for rank, (host, port) in enumerate(found)}
-        rendezvous._joining_order = list(rendezvous.addresses)
-        return rendezvous
-
-    @classmethod
-    def beside(cls, member: int, membership: Membership, patience: float, secret: bytes) -> Rendezvous:
-        """Create it for a process that takes the place of a lost member."""
-        host = next((reachable(*address) for address in membership.addresses if is_listening(*address)), "")
-        if not host:
-            raise LaunchError(f"{membership} None of its ranks can be reached now.")
-        rendezvous = cls(member, membership.size, host, patience, secret)
-        rendezvous.addresses |= dict(zip(membership.members, membership.addresses, strict=True))
         return rendezvous
 
     def is_together(self) -> None:
@@ -228,40 +202,13 @@ class Rendezvous:
         candidates = set(members) - set(gone)
         while True:
             answers = self._ask(candidates - {self.member}) | {self.member: True}
-            leader = next(member for member in self._joining_order if answers.get(member))
+            leader = min(member for member, answer in answers.items() if answer)
             if leader == self.member:
                 return self._accept(self._lead(me, members, least, gone)), self._store
             quorum, store = self._follow(leader, me, self._patience + _LEADERS_PATIENCE)
             if quorum is not None:
                 return self._accept(quorum), store
             candidates.remove(leader)
-
-    def arrived(self, lost: Collection[int]) -> list[int]:
-        """Return the lost members in whose place a process waits at this one."""
-        found = []
-        for member in lost:
-            arrived = self._read_candidate(member)
-            if arrived is None:
-                continue
-            if probe(*arrived[0].address) is False:
-                self._store.delete_key(_candidate_key(member))
-            else:
-                found.append(member)
-        return found
-
-    def come_in(self, me: Candidate, membership: Membership, timeout: timedelta) -> tuple[Quorum, dist.Store] | None:
-        """Wait until the members of a job admit this process.
-
-        Returns:
-            The quorum, and the store in which all meet; None if the members of the membership have ended.
-        """
-        deadline = time.monotonic() + timeout.total_seconds()
-        for member in membership.members:
-            if probe(*self.addresses[member]):
-                quorum, store = self._follow(member, me, max(0.0, deadline - time.monotonic()))
-                if quorum is not None:
-                    return self._accept(quorum), store
-        return None
 
     def _follow(self, leader: int, me: Candidate, seconds: float) -> tuple[Quorum | None, dist.Store]:
         """Wait for the quorum of a possible leader; None if it has ended or does not answer."""
@@ -278,7 +225,7 @@ class Rendezvous:
         place = self.addresses[leader]
         if store.check([_DECIDED]):
             last = self._read_quorum(place, store, _DECIDED)
-            if self._joining_order and last.regrouping > me.regroupings and self.address not in last.addresses:
+            if last.regrouping > me.regroupings and self.member not in last.members:
                 return last, store  # it was made without this rank
         answer = f"answer/{uuid.uuid4().hex}"
         key = _candidate_key(self.member)
@@ -309,18 +256,10 @@ class Rendezvous:
         next_probe = 0.0
         pause = Pause()
         while True:
-            for member in set(range(self._size)) - {self.member}:
+            for member in set(members) - {self.member}:
                 arrived = self._read_candidate(member)
-                if arrived is None:
-                    continue
-                candidate, answer = arrived
-                if member in set(members) - ended and candidate.address != self.addresses[member]:
-                    continue  # another process with this number, which lived on outside the job
-                if candidate.address != self.addresses.get(member):  # it takes the place of one that has ended
-                    ended.discard(member)
-                    self._joining_order = [other for other in self._joining_order if other != member]
-                    self.addresses[member] = candidate.address
-                candidates[member], answers[member] = candidate, answer
+                if arrived is not None:
+                    candidates[member], answers[member] = arrived
             if time.monotonic() >= next_probe:
                 others = (set(members) | candidates.keys()) - ended - {self.member}
                 ended |= {member for member, answer in self._ask(others).items() if answer is False}
@@ -332,7 +271,7 @@ class Rendezvous:
         present = [candidate for member, candidate in candidates.items() if member not in ended]
         was_away = self._heartbeat.absences() > self._excused
         unknown = absent | (ended if was_away else set())  # they may have continued, and ended normally
-        quorum = decide(self.member, self._joining_order, present, unknown, least)
+        quorum = decide(self.member, present, unknown, least)
         self._write_quorum(quorum, _DECIDED)
         for member, answer in answers.items():
             self._store.delete_key(_candidate_key(member))
@@ -357,7 +296,8 @@ class Rendezvous:
             host, port = found.pop("address")
             answer = found.pop("answer")
             candidate = Candidate(**found, address=(host, port))
-            if candidate.member == member and answer not in self._answered:  # else a replay
+            is_member = candidate.member == member and candidate.address == self.addresses[member]
+            if is_member and answer not in self._answered:  # else a replay
                 return candidate, answer
         except LaunchError:
             log.warning("a process without this job's secret asks to join as rank %d", member)
@@ -368,17 +308,14 @@ class Rendezvous:
         self._store.set(key, sealed(self._secret, [self.address, key], asdict(quorum)))
 
     def _read_quorum(self, place: Address, store: dist.Store, key: str) -> Quorum:
-        found = opened(self._secret, [place, key], store.get(key), key, _QUORUM)
-        return Quorum(**{**found, "addresses": [(host, port) for host, port in found["addresses"]]})
+        return Quorum(**opened(self._secret, [place, key], store.get(key), key, _QUORUM))
 
     def _accept(self, quorum: Quorum) -> Quorum:
         """Adopt a quorum with this process in it; raise `LaunchError` otherwise."""
         if quorum.refusal:
             raise LaunchError(f"The remaining ranks cannot continue: {quorum.refusal}.")
-        if self.address not in quorum.addresses:
+        if self.member not in quorum.members:
             raise LaunchError("The other ranks have continued without this one, which they considered lost.")
-        self._joining_order = quorum.joining_order
-        self.addresses |= dict(zip(quorum.members, quorum.addresses, strict=True))
         return quorum
 
 
@@ -438,103 +375,62 @@ class _Heartbeat(threading.Thread):
         self._over.set()
 
 
-# Admit processes that take the place of lost ranks, by serving the membership where the job started.
-
-_BETWEEN_LOOKS = 0.2  # seconds
 _BETWEEN_CALLS = 1.0  # seconds, at the address where the job started
-_PATIENCE = timedelta(seconds=5)  # for the store there
+_ANSWERING = timedelta(seconds=2)  # for a store there
 
 
-class Admission(threading.Thread):
-    """The thread with which a rank admits processes to a job that has lost some.
+class Refusals(threading.Thread):
+    """The thread with which one of the remaining ranks refuses processes that come in place of lost ranks.
 
     Args:
-        membership: Membership to serve.
-        tells: Whether this process serves it where the job started.
-        is_at_master: Whether it is on that host, and can open a store there.
-        rendezvous: Where processes arrive; None if they arrive at another rank.
-        on_arrival: Called with the ranks that have arrived, at the end.
-        store: The store there, if this process already hosts it.
-
-    Attributes:
-        store: The store in which it serves, if this process hosts it.
+        master: Where the job started, as "host:port".
+        size: Number of ranks at the start.
+        is_here: Whether that is on this host, where this process can open a store.
+        store: The store there, if this process hosts it.
     """
 
-    def __init__(
-        self,
-        membership: Membership,
-        tells: bool,
-        is_at_master: bool,
-        rendezvous: Rendezvous | None,
-        on_arrival: Callable[[list[int]], None],
-        store: dist.Store | None,
-    ) -> None:
-        super().__init__(name="ddpkit admission", daemon=True)
-        self._membership = membership
-        self._tells = tells
-        self._is_at_master = is_at_master
-        self._rendezvous = rendezvous
-        self._on_arrival = on_arrival
-        self.store = store
-        self._has_told = False
-        self._acting = threading.Lock()  # so that nothing happens after `close()`
+    def __init__(self, master: str, size: int, is_here: bool, store: dist.Store | None) -> None:
+        super().__init__(name="ddpkit refusals", daemon=True)
+        self._master = master
+        self._is_here = is_here
+        self._store = store
+        message = (
+            f"The job at {master} has lost some of its {size} ranks and continues without them; nobody can take their "
+            "place. To train on all ranks again, stop that job, let it save a checkpoint, and start all ranks anew."
+        )
+        self._reason = Failure(-1, socket.gethostname(), JobContinues.__name__, message, "")
         self._over = threading.Event()
         self.start()
 
     def run(self) -> None:
-        """Check for arrivals until there is one."""
-        next_call = 0.0
-        while self._is_needed() and not self._over.wait(_BETWEEN_LOOKS):
+        """Refuse each start there, until this process hosts the store, where the reason stays."""
+        while not self._over.is_set():
             with suppress(OSError, RuntimeError):  # no answer now may mean an answer later
-                if self._tells and time.monotonic() >= next_call:
-                    next_call = time.monotonic() + _BETWEEN_CALLS
-                    self._tell_at(*self._membership.master_address)
-                arrived = self._rendezvous.arrived(self._membership.open_ranks) if self._rendezvous else []
-                if arrived:
-                    self._let_in(arrived)
+                if self._has_refused_all():
                     break
+            self._over.wait(_BETWEEN_CALLS)
 
-    def _let_in(self, arrived: list[int]) -> None:
-        with self._acting:
-            if not self._over.is_set():
-                self._on_arrival(arrived)
+    def _has_refused_all(self) -> bool:
+        host, _, port = self._master.rpartition(":")
+        if self._store is None and is_listening(host, int(port)):
+            _refuse_start(connect_to_store(host, int(port), _ANSWERING), self._reason)
+            return False
+        if self._store is None and self._is_here:
+            self._store = host_store(host, int(port))
+        if self._store is None:
+            return False
+        Generation.refuse(self._store, self._reason)
+        return True
 
-    def _is_needed(self) -> bool:
-        return bool(self._membership.open_ranks) or (self._tells and not self._has_told)
-
-    def close(self) -> dist.Store | None:
-        """Stop admitting; return the store. The thread may take a moment to end."""
+    def close(self) -> None:
+        """Stop, when a call that has begun has ended."""
         self._over.set()
-        with self._acting:
-            store, self.store = self.store, None
-        return store
-
-    def _tell_at(self, host: str, port: int) -> None:
-        """Answer each start of a job there with the membership: in our own store, or in that of a new rank 0."""
-        if self._has_told:
-            return
-        if self.store is None and is_listening(host, port):
-            _refuse_start(connect_to_store(host, port, _PATIENCE), self._membership)
-        elif self.store is not None or self._is_at_master:
-            with self._acting:
-                if self._over.is_set():
-                    return
-                self.store = self.store or host_store(host, port)
-                Generation.refuse(self.store, _failure(self._membership))
-                self._has_told = True
+        self.join()
+        self._store = None
 
 
-def _refuse_start(store: dist.Store, membership: Membership) -> None:
+def _refuse_start(store: dist.Store, reason: Failure) -> None:
     """Refuse a start hosted by a new rank 0, unless it is complete: then it is another job."""
     latest = Generation.latest(store)
-    if latest is None or latest.is_complete():
-        return
-    former = latest.continued()
-    if former is not None and former.membership == membership.to_json():
-        return
-    generation = latest if former is None else Generation.new(store)
-    generation.give_up(_failure(membership))
-
-
-def _failure(membership: Membership) -> Failure:
-    return Failure(-1, socket.gethostname(), JobContinues.__name__, str(membership), membership.to_json())
+    if latest is not None and not latest.is_complete():
+        latest.give_up(reason)

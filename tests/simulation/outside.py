@@ -28,7 +28,7 @@ from ddpkit.job import joining as startup
 from ddpkit.job import refusal as declining
 from ddpkit.join import causes, session, sockets
 from ddpkit.join import members as member
-from ddpkit.survival import membership, regrouping
+from ddpkit.survival import regrouping
 from ddpkit.watch import connections, main_thread, starting, thread
 
 _NEVER = float("inf")
@@ -299,16 +299,6 @@ class MainThread(main_thread.MainThread):
         pass
 
 
-class _Ended:
-    """What `membership` keeps in mind in each process."""
-
-    def update(self, addresses: Any) -> None:
-        running().addresses.update(addresses)
-
-    def isdisjoint(self, addresses: Any) -> bool:
-        return running().addresses.isdisjoint(addresses)
-
-
 class _NoPicture:
     """What a rank is doing is not asked here."""
 
@@ -385,12 +375,10 @@ def put_in_place() -> None:
     connections.segments_received = Socket.segments_received
     connections.Attempts = Attempts
     session.os = _os
-    for kind in (thread.WatchThread, regrouping._Heartbeat, regrouping.Admission):
+    for kind in (thread.WatchThread, regrouping._Heartbeat, regrouping.Refusals):
         kind.start, kind.join, kind.is_alive = _start, _Thread.join, _Thread.is_alive
     regrouping.connect_to_store = declining.connect_to_store = connect_to_store
-    membership._ended = _Ended()
     declining.wait_for_listener = _wait_for_listener
-    regrouping.reachable = lambda host, port: host if host == "127.0.0.1" else _hostname()
     regrouping.host_address = lambda _: _hostname()
     regrouping.sockets = SimpleNamespace(sockets_on=lambda _: set(), sockets_to=lambda _: set())
     regrouping.host_on = lambda host: HostedStore(host, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpkit.join import failures, rendezvous, session
+from ddpkit.join import rendezvous, session
 from ddpkit.join import rendezvous as generation
 from ddpkit.join import session as store_barrier
 from ddpkit.survival import regrouping
@@ -94,9 +94,9 @@ def let_the_host_of_the_store_leave_first() -> None:
     session.Session.leave = lambda self, linger: leave(self, False)
 
 
-def take_each_notice_for_an_old_one() -> None:
-    """A process that comes to a running job believes that it was there before."""
-    failures.JobContinues.is_out_of_date = property(lambda self: True)
+def refuse_nobody() -> None:
+    """No rank refuses processes that come late."""
+    regrouping.Refusals._has_refused_all = lambda self: True
 
 
 def end_a_connection_that_is_silent_for_a_moment() -> None:
@@ -114,7 +114,7 @@ PLANTED = {
     "excuse_an_absence_at_a_commit": "surviving",
     "keep_states_that_others_have_not": "surviving",
     "let_the_host_of_the_store_leave_first": "meeting",
-    "take_each_notice_for_an_old_one": "returning",
+    "refuse_nobody": "coming_late",
     "end_a_connection_that_is_silent_for_a_moment": "losing",
 }
 

@@ -15,6 +15,8 @@ from world import Process, World
 
 from ddpkit.errors import BarrierTimeoutError, LaunchError, PeerError
 from ddpkit.job.job import Job
+from ddpkit.join.failures import JobContinues
+from ddpkit.join.rendezvous import StoreLost
 from ddpkit.stop import _wait_for_decision
 from ddpkit.watch.stop_agreement import StopRequest
 
@@ -116,7 +118,7 @@ def meeting(world: World) -> list[str]:
                     if texts != [f"{rank}/{number}" for rank in range(size)]:
                         outcomes[number]["mixed"].append(texts)
             except BarrierTimeoutError as error:
-                if "gave no answer" in str(error):  # the first, who may have passed
+                if "did not answer" in str(error):  # the first, who may have passed
                     raise
                 outcomes[number]["gave up"].append((mine.rank, [rank for rank, _ in error.missing]))
                 raise
@@ -351,11 +353,11 @@ def surviving(world: World) -> list[str]:
     return wrong
 
 
-_COMING_IN = 8.0  # seconds before the end of the job, in which a process that comes to one is let in
+_REFUSING = 8.0  # seconds from the last loss, or from its coming, in which a late process is refused
 
 
-def returning(world: World) -> list[str]:
-    """Ranks train by `survive`, and where some are killed new processes come, of which some are killed, too."""
+def coming_late(world: World) -> list[str]:
+    """Ranks train by `survive`, and where some are killed new processes come, which are refused."""
     draw = world.random
     size = draw.randint(2, 4)
     start = Start(world, size)
@@ -363,6 +365,9 @@ def returning(world: World) -> list[str]:
     pace = draw.choice([0.05, 0.5, 1.0])
     commits: list[tuple[int, str, str]] = []
     hosts = draw.choice([["here"], ["here", "there"]])
+    ends: list[float] = []
+    came_at: dict[Rank, float] = {}
+    ended_at: dict[Rank, float] = {}
 
     def script(mine: Rank, job: Job) -> History:
         history = train(mine, start, job, steps, pace, commits, raises_at=-1)
@@ -377,24 +382,23 @@ def returning(world: World) -> list[str]:
             killed.add(victim.process.name)
             victim.process.end(-9)
 
-    def replace(rank: int, dies_after: float | None) -> None:
-        comes = begin(rank)
-        came_at[comes] = world.now
-        if dies_after is not None:
-            world.at(world.now + dies_after, lambda: end(comes))
+    def come(rank: int) -> None:
+        if any(former.rank == rank and not former.process.is_dead for former in start.ranks):
+            return  # a platform starts a process again when it has ended
+        late = begin(rank)
+        came_at[late] = world.now
+        late.process.at_end.append(lambda: ended_at.setdefault(late, world.now))
 
-    ends: list[float] = []
-    came_at: dict[Rank, float] = {}
     first = [begin(rank) for rank in range(size)]
     killed: set[str] = set()
     moment = world.now + draw.uniform(0.4, 1.5)
     had_begun: list[bool] = []  # whether all were in an attempt when the first was lost
     world.at(moment, lambda: had_begun.append(True) if all(rank.notes for rank in first) else None)
     for victim in draw.sample(first, draw.randint(1, size - 1)):
+        last_loss = moment
         world.at(moment, lambda victim=victim: end(victim))
-        comes_at = moment + draw.choice([0.01, draw.uniform(0, 3)])
-        dies_after = draw.choice([None, None, None, draw.uniform(0, 3)])
-        world.at(comes_at, lambda rank=victim.rank, dies_after=dies_after: replace(rank, dies_after))
+        for _ in range(draw.choice([1, 1, 2])):  # a platform starts it again and again
+            world.at(moment + draw.choice([0.01, draw.uniform(0, 12)]), lambda rank=victim.rank: come(rank))
         moment += draw.choice([0.0, draw.uniform(0, 0.2), draw.uniform(0, 4)])
     world.run(4 * BOUND)
 
@@ -402,16 +406,17 @@ def returning(world: World) -> list[str]:
     ended = [rank for rank in start.ranks if rank.has_ended_well]
     expected = [tuple(range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)) for step in range(steps)]
     wrong += [f"{rank} with {rank.value.steps}" for rank in ended if rank.value.steps != expected]
+    wrong += [f"{rank}, and came late" for rank in came_at if rank.has_ended_well]
     if had_begun:
         wrong += [f"{rank}, and was not killed" for rank in first if _is_lost(rank, killed)]
-    last_moment = min(ends, default=0.0) - _COMING_IN
-    if hosts == ["here"]:  # from elsewhere only a new rank 0 opens the address where the job began
-        in_time = [rank for rank, when in came_at.items() if when < last_moment]
-        wrong += [f"{rank}, and came in time" for rank in in_time if _is_lost(rank, killed)]
-    finals = {generation for step, generation, name in commits if step == steps - 1 and name in _names(ended)}
-    if len(finals) > 1:
-        wrong.append(f"two jobs ended well: {finals}")
-    world.note(f"{len(ended)} of {size} ended well, {len(set(ended) - set(first))} of them came later")
+        for late, when in came_at.items():
+            is_answered = hosts == ["here"] or late.rank == 0  # elsewhere only a new rank 0 opens the address
+            bound = max(when, last_loss) + _REFUSING
+            if not is_answered or bound > min(ends, default=0.0):
+                continue
+            if not isinstance(late.error, JobContinues | StoreLost) or ended_at[late] > bound:
+                wrong.append(f"{late}, after {ended_at[late] - when:.1f} s")
+    world.note(f"{len(ended)} of {size} ended well, {len(came_at)} came late")
     return wrong
 
 
@@ -460,5 +465,5 @@ def _other_culprits(ranks: list[Rank], culprits: set[int]) -> list[str]:
 
 
 SCENARIOS = {
-    scenario.__name__: scenario for scenario in (joining, meeting, failing, losing, stopping, surviving, returning)
+    scenario.__name__: scenario for scenario in (joining, meeting, failing, losing, stopping, surviving, coming_late)
 }

@@ -16,7 +16,6 @@ from world import Killed
 
 from ddpkit.job import joining as startup
 from ddpkit.job.job import Context, Job, Options, context_of
-from ddpkit.join.failures import Failure
 from ddpkit.join.store import without_prefixes
 from ddpkit.launch.launch import Launch
 from ddpkit.survival import states as kept_states
@@ -113,16 +112,6 @@ class Survivor:
         self.generation = token
         self.group = self.start.group_of(self.session, token)
 
-    def interrupt(self, failure: Failure) -> bool:
-        """Do as `current_job.interrupt()`."""
-        session = self.session
-        if session is None:
-            return False
-        if session.failures.known is None:
-            session.failures.known = failure
-            self.job.watch.wake()
-        return True
-
     def leave(self) -> None:
         """Do as `teardown()`."""
         if self.job.session is not None:
@@ -178,21 +167,18 @@ def put_in_place() -> None:
         hold_failures=_hold,
         asked_options=lambda: _mine().job.asked,
         current_session=lambda: _mine().session,
-        interrupt=lambda failure: _mine().interrupt(failure),
         has_unfinished=lambda: False,
         session=lambda: _mine().session,
         finish=lambda: None,
     )
     survival.stop_agreement = SimpleNamespace(current=lambda: SimpleNamespace(request=None, decision=None))
-    survival.ranks = SimpleNamespace(get_rank=lambda: _mine().job.launch.rank, current_launch=lambda: _mine().launch)
+    survival.ranks = SimpleNamespace(get_rank=lambda: _mine().job.launch.rank)
     survival.hosted_store = lambda _: _mine().store
-    survival.offer_store = lambda *_: None
     survival.time = outside.TIME
     survival.dist = outside.DIST
     kept_states.current_job = survival.current_job
     kept_states.share_data = _broadcast
-    survival.agree_on_secret = lambda: b"the secret of all jobs"
-    survival._given_secret = lambda: b"the secret of all jobs"
+    survival.broadcast_bytes = lambda *_: b"the secret of all jobs"
     survival.check_members = lambda *_: None
     survival.log = SimpleNamespace(warning=lambda text, *args: outside.note(text % args))
     kept_states.release_models = lambda _: None

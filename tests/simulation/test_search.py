@@ -14,7 +14,7 @@ WORLDS = {  # of each kind: a hundred thousand together
     "losing": 5_000,
     "stopping": 20_000,
     "surviving": 10_000,
-    "returning": 10_000,
+    "coming_late": 10_000,
 }
 FEW = {  # in which seven of the planted bugs show
     "joining": 45,
@@ -23,7 +23,7 @@ FEW = {  # in which seven of the planted bugs show
     "losing": 10,
     "stopping": 20,
     "surviving": 85,
-    "returning": 30,
+    "coming_late": 30,
 }
 PART = 1_000  # of them in each test
 

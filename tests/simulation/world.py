@@ -75,7 +75,6 @@ class Process:
         self.handles_failure = False  # whether its main thread is ending for one
         self.ranks: Sequence[int] = ()  # of the process group that it is in
         self.survivor: Any = None  # its job, if that may lose ranks
-        self.addresses: set[Any] = set()  # of the members of its jobs
         self._held: list[Task] = []
         self._handler: Callable[[], None] | None = None
         self._waiting: list[Task] = []  # of other processes, for an answer of this one

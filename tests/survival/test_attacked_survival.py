@@ -107,7 +107,7 @@ def _place(addresses: dict[str, Any], folder: str) -> _Survivors:
     kept._states = [Code(folder), Code(folder)]
     mine = _Survivors(kept, 1, timedelta(seconds=10))
     mine._secret = GUESS
-    mine._rendezvous = Rendezvous(1, 3, "127.0.0.1", 10.0, GUESS)
+    mine._rendezvous = Rendezvous(1, "127.0.0.1", 10.0, GUESS)
     mine._rendezvous.addresses |= {
         int(member): (host, port) for member, (host, port) in addresses.items() if member != "1"
     }
@@ -192,11 +192,10 @@ def test_on_one_node_the_store_of_a_rank_listens_on_loopback_alone() -> None:
 
 def test_an_arrival_counts_once_and_only_where_it_was_meant() -> None:
     secret = b"the secret of this job"
-    leader, follower, other = (Rendezvous(member, 3, "127.0.0.1", 1.0, secret) for member in range(3))
+    leader, follower, other = (Rendezvous(member, "127.0.0.1", 1.0, secret) for member in range(3))
     refuges = [leader, follower, other]
     for rendezvous in refuges:
         rendezvous.addresses = {each.member: each.address for each in refuges}
-        rendezvous._joining_order = [0, 1, 2]
     me = Candidate(1, 0, 7, True, follower.address)
     with ThreadPoolExecutor() as threads:
         asking = threads.submit(follower._follow, 0, me, 20.0)

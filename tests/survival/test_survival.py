@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 from collections import Counter
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ SAMPLES = 120
 BATCH = 2
 EPOCHS = 2
 POINTS = ["forward", "backward", "optimizer", "before the commit", "after the commit", "joining"]
-SECRET = {"DDPKIT_SECRET": "by which a process takes a place"}
 Death = tuple[int, int, str]  # of which member, in which step, where
 
 
@@ -72,13 +70,13 @@ def train(
     min_ranks: int = 1,
     num_workers: int = 0,
     pause: float = 0.0,
-    whole: int = 0,
+    until: str = "",
     meets_at: int = -1,
     **options: Any,
 ) -> None:
     """Train on numbers; write down which this rank uses for which step, and the result.
 
-    After a dozen steps go on with `whole` ranks only; a single one goes on slowly. All meet in one of the steps.
+    After a dozen steps wait for a file `until`, if one is named. All meet in one of the steps.
     """
     member = int(os.environ["RANK"])
     mine = [(step, point) for who, step, point in deaths if who == member]
@@ -120,10 +118,8 @@ def train(
                 for batch in loader:
                     write(number, step, epoch, batch.tolist())
                     time.sleep(pause)
-                    while step >= 12 and 1 < ddpkit.get_world_size() < whole:
+                    while step >= 12 and until and not Path(folder, until).exists():
                         time.sleep(0.01)
-                    if ddpkit.get_world_size() < whole:
-                        time.sleep(0.3)
                     at(step, "forward")
                     if step == meets_at:
                         ddpkit.barrier(timeout=timedelta(seconds=2))
@@ -220,131 +216,37 @@ def test_workers_of_a_lost_rank_do_not_pass_for_it(member: int, tmp_path: Path) 
     check(tmp_path, 2, [1 - member])
 
 
-def train_and_come_back(folder: str, deaths: list[Death], whole: int) -> None:
-    """Train; a process that is to come back begins when the one before it has ended."""
-    if "AGAIN" in os.environ:
-        former = Path(folder, f"{os.environ['RANK']}.pid")
-        while not former.exists() or not (pid := former.read_text()) or is_running(int(pid)):
-            time.sleep(0.01)
-        deaths = []
-    train(folder, deaths, whole=whole)
-    meet_again(whole)
-
-
-def meet_again(ranks: int) -> None:
-    """Begin another job at the same address."""
-    assert ddpkit.setup(timeout=timedelta(seconds=60)).world_size == ranks
-    ddpkit.barrier()
-    ddpkit.teardown()
-
-
-def is_running(pid: int) -> bool:
-    """Return whether a thread of a process has not ended, and may hold its port."""
-    threads: list[Path] = []
-    with suppress(OSError):  # it has ended, perhaps in this moment
-        threads += Path(f"/proc/{pid}/task").iterdir()
-    states = set()
-    for thread in threads:
-        with suppress(OSError):  # this thread has ended
-            states.add(thread.joinpath("stat").read_text().rpartition(")")[2].split()[0])
-    return not states <= {"Z", "X"}
-
-
-def start_and_restart(ranks: int, folder: Path, deaths: list[Death]) -> list[Ended]:
-    """Start ranks, and each that dies once more."""
-    port = free_port()
-    envs = [platform_env(rank, ranks, port, **SECRET) for rank in range(ranks)]
-    envs += [platform_env(rank, ranks, port, AGAIN="1", **SECRET) for rank, _, _ in deaths]
-    return run(train_and_come_back, envs, str(folder), deaths, ranks, timeout=120)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "deaths"),
-    [
-        pytest.param(3, [(1, 5, "forward")], id="one", marks=pytest.mark.storm),
-        pytest.param(3, [(0, 5, "backward")], id="rank 0", marks=pytest.mark.storm),
-        pytest.param(2, [(0, 5, "optimizer")], id="one of two"),
-        pytest.param(3, [(0, 5, "forward"), (2, 5, "forward")], id="two at once", marks=pytest.mark.storm),
-        pytest.param(
-            4, [(3, 4, "forward"), (0, 8, "after the commit")], id="one after the other", marks=pytest.mark.storm
-        ),
-    ],
-)
-def test_a_new_process_takes_the_place_of_a_lost_rank(ranks: int, deaths: list[Death], tmp_path: Path) -> None:
-    ended = start_and_restart(ranks, tmp_path, deaths)
-    outputs = "".join(e.output for e in ended)
-    lost = {member for member, _, _ in deaths}
-    assert [e.code for e in ended[:ranks]] == [-signal.SIGKILL if r in lost else 0 for r in range(ranks)], outputs
-    assert [e.code for e in ended[ranks:]] == [0] * len(deaths), outputs
-    assert "rejoins, in a new process" in outputs
-    check(tmp_path, ranks, list(range(ranks)))
-
-
-def join_late(folder: str, deaths: list[Death], calls_survive: bool) -> None:
-    """Come when one of three ranks has been lost, and is not this one; the others end when this process has."""
+def train_beside_late_ones(folder: str, deaths: list[Death], calls_survive: bool) -> None:
+    """Train slowly until those that come late have been refused."""
     if "LATE" not in os.environ:
-        train(folder, deaths, whole=3, timeout=timedelta(seconds=60))
+        train(folder, deaths, until="refused", timeout=timedelta(seconds=60))
         return
-    log = Path(folder, "0.log")
-    while not log.exists() or "\n[1, " not in log.read_text():  # rank 0 has begun the second attempt
+    logs = [Path(folder, f"{rank}.log") for rank in range(3)]
+    while not any("\n[1, " in log.read_text() for log in logs if log.exists()):  # the second attempt
         time.sleep(0.01)
+    began = time.monotonic()
     try:
         if calls_survive:
             next(ddpkit.survive())
         ddpkit.setup()
     finally:
-        for rank in (0, 2):
-            os.kill(int(Path(folder, f"{rank}.pid").read_text()), signal.SIGKILL)
+        Path(folder, f"refused {os.environ['RANK']}").write_text(f"{time.monotonic() - began}")
+        if len(list(Path(folder).glob("refused ?"))) == int(os.environ["LATE"]):
+            Path(folder, "refused").touch()
 
 
 @pytest.mark.parametrize("calls_survive", [pytest.param(True, marks=pytest.mark.storm), False])
-def test_a_process_whose_place_is_not_vacant_or_that_does_not_take_it_is_told(
-    calls_survive: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_late_process_is_refused_at_once_in_one_sentence(lost: int, calls_survive: bool, tmp_path: Path) -> None:
     port = free_port()
     envs = [platform_env(rank, 3, port) for rank in range(3)]
-    envs.append(platform_env(2 if calls_survive else 1, 3, port, LATE="1"))
-    ended = run(join_late, envs, str(tmp_path), [(1, 5, "forward")], calls_survive, timeout=120)
-    told = "continues with 2 of its 3 ranks. A process that calls ddpkit.survive() may take the place of a lost one: 1."
-    at_once = "Two processes claim rank 2"  # where the others have just begun anew
-    assert ended[3].code == 1 and (told in ended[3].output or (calls_survive and at_once in ended[3].output))
-    assert ended[3].seconds < 30
-
-
-@pytest.mark.parametrize(
-    ("of_job", "of_newcomer"),
-    [
-        ({}, {}),
-        pytest.param({}, SECRET, marks=pytest.mark.storm),
-        (SECRET, {"DDPKIT_SECRET": "another, which is as long"}),
-    ],
-)
-def test_who_does_not_know_the_secret_takes_no_place(
-    of_job: dict[str, str], of_newcomer: dict[str, str], tmp_path: Path
-) -> None:
-    port = free_port()
-    envs = [platform_env(rank, 3, port, **of_job) for rank in range(3)]
-    envs.append(platform_env(1, 3, port, LATE="1", **of_newcomer))
-    ended = run(join_late, envs, str(tmp_path), [(1, 5, "forward")], True, timeout=120)
-    assert ended[3].code == 1 and "admits only processes with its DDPKIT_SECRET" in ended[3].output, ended[3].output
-    assert ended[3].seconds < 30
-
-
-@pytest.mark.parametrize("odd", [0, 2])
-def test_all_ranks_have_one_secret_or_none(odd: int, tmp_path: Path) -> None:
-    port = free_port()
-    envs = [platform_env(rank, 3, port, **(SECRET if rank == odd else {})) for rank in range(3)]
-    ended = run(train, envs, str(tmp_path), [], timeout=120)
-    assert [e.code for e in ended] == [1, 1, 1]
-    for e in ended:
-        assert "DDPKIT_SECRET differs between this rank and rank 0" in e.output, e.output
-
-
-def test_a_secret_that_can_be_guessed_is_refused(tmp_path: Path) -> None:
-    port = free_port()
-    ended = run(train, [platform_env(rank, 2, port, DDPKIT_SECRET="1234") for rank in range(2)], str(tmp_path), [])
-    for e in ended:
-        assert e.code == 1 and "DDPKIT_SECRET has 4 bytes" in e.output
+    envs.append(platform_env(lost, 3, port, LATE="1"))
+    ended = run(train_beside_late_ones, envs, str(tmp_path), [(lost, 5, "forward")], calls_survive, timeout=120)
+    outputs = "".join(e.output for e in ended)
+    assert [e.code for e in ended] == [-signal.SIGKILL if rank == lost else 0 for rank in range(3)] + [1], outputs
+    assert "has lost some of its 3 ranks and continues without them" in ended[3].output, outputs
+    assert "stop that job, let it save a checkpoint, and start all ranks anew" in ended[3].output
+    check(tmp_path, 3, [rank for rank in range(3) if rank != lost])
 
 
 def train_until_stopped(folder: str, deaths: list[Death]) -> None:
@@ -458,7 +360,7 @@ def candidate(member: int, steps: int = 7, is_whole: bool = True, regroupings: i
 
 def test_all_go_on_from_the_last_whole_step_that_one_of_them_has() -> None:
     candidates = [candidate(3, 8), candidate(1, 7), candidate(0, 8, is_whole=False), candidate(4, 8, regroupings=2)]
-    decision = decide(0, range(5), candidates, [], 1)
+    decision = decide(0, candidates, [], 1)
     assert (decision.members, decision.steps, decision.source, decision.behind) == ([0, 1, 3, 4], 8, 3, [0, 1])
     assert (decision.regrouping, decision.refusal) == (3, "")
 
@@ -470,14 +372,14 @@ def test_all_go_on_from_the_last_whole_step_that_one_of_them_has() -> None:
 def test_of_a_network_that_was_cut_one_part_at_most_goes_on(
     there: list[int], unknown: list[int], goes_on: bool
 ) -> None:
-    assert (decide(there[0], range(5), [candidate(member) for member in there], unknown, 1).refusal == "") == goes_on
+    assert (decide(there[0], [candidate(member) for member in there], unknown, 1).refusal == "") == goes_on
     if goes_on:
-        assert decide(unknown[0], range(5), [candidate(member) for member in unknown], there, 1).refusal
+        assert decide(unknown[0], [candidate(member) for member in unknown], there, 1).refusal
 
 
 def test_nobody_goes_on_from_the_middle_of_a_step() -> None:
     candidates = [candidate(0, is_whole=False), candidate(1, is_whole=False)]
-    assert "states of a complete step" in decide(0, range(5), candidates, [], 1).refusal
+    assert "states of a complete step" in decide(0, candidates, [], 1).refusal
 
 
 def test_what_cannot_be_kept_is_refused() -> None:
@@ -697,20 +599,18 @@ def test_the_larger_part_of_a_cut_network_goes_on_and_the_smaller_one_ends(lost:
 
 @needs("ip", nodes=True)
 @pytest.mark.storm
-@pytest.mark.parametrize("deaths", [[(0, 5, "forward")], [(2, 5, "forward")], [(1, 5, "forward"), (0, 9, "forward")]])
-def test_a_new_process_on_the_node_of_a_lost_rank_takes_its_place(deaths: list[Death], tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_late_process_on_the_node_of_a_lost_rank_is_refused(lost: int, tmp_path: Path) -> None:
     port = free_port()
-    call = f"train_and_come_back({str(tmp_path)!r}, {deaths}, 3)"
+    call = f"train_beside_late_ones({str(tmp_path)!r}, [({lost}, 5, 'forward')], False)"
     with virtual_nodes(3) as nodes:
-        commands = [on_node(node, call, **node_env(rank, port, **SECRET)) for rank, node in enumerate(nodes[1:])]
-        again = SECRET | {"AGAIN": "1"}
-        commands += [on_node(nodes[rank + 1], call, **node_env(rank, port, **again)) for rank, _, _ in deaths]
+        commands = [on_node(node, call, **node_env(rank, port)) for rank, node in enumerate(nodes[1:])]
+        commands.append(on_node(nodes[lost + 1], call, **node_env(lost, port, LATE="1")))
         ended = launch(*commands, timeout=120)
     outputs = "".join(e.output for e in ended)
-    lost = [member for member, _, _ in deaths]
-    assert [e.code for e in ended[:3]] == [-signal.SIGKILL if r in lost else 0 for r in range(3)], outputs
-    assert [e.code for e in ended[3:]] == [0] * len(deaths), outputs
-    check(tmp_path, 3, [0, 1, 2])
+    assert [e.code for e in ended] == [-signal.SIGKILL if rank == lost else 0 for rank in range(3)] + [1], outputs
+    assert "continues without them" in ended[3].output, outputs
+    check(tmp_path, 3, [rank for rank in range(3) if rank != lost])
 
 
 @pytest.mark.storm
@@ -727,18 +627,3 @@ def test_random_deaths_lose_and_repeat_nothing(seed: int, tmp_path: Path) -> Non
     survivors = sorted(set(range(ranks)) - set(dying))
     assert [ended[member].code for member in survivors] == [0] * len(survivors), (deaths, [e.output for e in ended])
     check(tmp_path, ranks, survivors)
-
-
-@pytest.mark.storm
-@pytest.mark.parametrize("seed", range(20))
-def test_random_deaths_are_made_up_for(seed: int, tmp_path: Path) -> None:
-    chance = random.Random(seed)
-    ranks = chance.choice([2, 3, 3, 4])
-    dying = chance.sample(range(ranks), chance.randint(1, ranks - 1))
-    first = chance.randrange(8)
-    deaths = [(member, first + chance.choice([0, 0, 1, 3]), chance.choice(POINTS[:5])) for member in dying]
-    ended = start_and_restart(ranks, tmp_path, deaths)
-    codes = [e.code for e in ended]
-    expected = [-signal.SIGKILL if member in dying else 0 for member in range(ranks)] + [0] * len(dying)
-    assert codes == expected, (deaths, [e.output for e in ended])
-    check(tmp_path, ranks, list(range(ranks)))
