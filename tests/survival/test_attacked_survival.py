@@ -8,6 +8,7 @@ import os
 import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from ddpkit.checkpoint.states import digest_leaves
 from ddpkit.collectives.transfer import broadcast_bytes
 from ddpkit.job.job import Options
 from ddpkit.join.failures import Failure, record_failure
+from ddpkit.join.rendezvous import Generation
 from ddpkit.join.store import connect_to_store
+from ddpkit.parsing import sealed
 from ddpkit.survival.regrouping import Candidate, Rendezvous, host_store
 from ddpkit.survival.states import KeptStates, share_data
 from ddpkit.survival.survive import _Survivors, check_members
@@ -125,6 +128,28 @@ def test_a_stranger_who_takes_a_place_gets_no_code_onto_a_rank(tmp_path: Path) -
     assert "done 2" in ended[0].output and "done 2" in ended[2].output, outputs
 
 
+def start_or_restart(folder: str) -> None:
+    """Join the job that the environment describes, and believe what it broadcasts."""
+    for attempt in ddpkit.survive(timeout=SOON):
+        with attempt:
+            ddpkit.broadcast(None, src=0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stranger_who_writes_that_the_job_continues_gets_nobody_into_his_own(rank: int, tmp_path: Path) -> None:
+    """He seals a membership with no secret, as of a job that has none, and waits for ranks that come."""
+    his = host_store("127.0.0.1")
+    master = "127.0.0.1", his.port
+    fields = {"master": f"127.0.0.1:{his.port}", "master_host": "127.0.0.1", "size": 2, "regrouping": 1}
+    fields |= {"members": [1 - rank], "addresses": [master]}
+    generation = Generation.new(his)
+    membership = sealed(b"", ["membership"], fields)
+    record_failure(generation.store, Failure(-1, "vm", "JobContinues", "come here", membership))
+    (ended,) = run(start_or_restart, [platform_env(rank, 2, his.port)], str(tmp_path), timeout=60)
+    assert ended.code == 1 and "come here" in ended.output, ended.output
+    assert not his.check([f"candidate/{rank}"])
+
+
 @pytest.mark.ranks(2, 3)
 def test_who_does_not_know_the_secret_is_found_before_states_travel(rank: int) -> None:
     check_members(b"the secret of this job", "1")
@@ -188,6 +213,18 @@ def test_on_one_node_the_store_of_a_rank_listens_on_loopback_alone() -> None:
     lines = [line.split() for path in Path("/proc/net").glob("tcp*") for line in path.read_text().splitlines()[1:]]
     addresses = [line[1] for line in lines if line[3] == "0A" and line[1].endswith(f":{store.port:04X}")]
     assert addresses == [f"0100007F:{store.port:04X}"]
+
+
+def test_a_candidate_at_another_address_than_at_the_start_is_refused() -> None:
+    secret = b"the secret of this job"
+    leader, newcomer = Rendezvous(0, "127.0.0.1", 1.0, secret), Rendezvous(1, "127.0.0.1", 1.0, secret)
+    leader.addresses[1] = ("127.0.0.1", 1)  # of a process that has ended
+    me = {**asdict(Candidate(1, 0, 7, True, newcomer.address)), "answer": "answer/1"}
+    leader._store.set("candidate/1", sealed(secret, [leader.address, "candidate/1"], me))
+    assert leader._read_candidate(1) is None
+    assert not leader._store.check(["candidate/1"])
+    leader.close()
+    newcomer.close()
 
 
 def test_an_arrival_counts_once_and_only_where_it_was_meant() -> None:

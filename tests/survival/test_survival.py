@@ -470,60 +470,77 @@ class Normed(nn.Module):
         return self.last(self.norm(self.first(x)).relu())
 
 
-def train_normed(folder: str, deaths: list[Death], begin: int = 0, end: int = 24) -> None:
-    """Train from step `begin`, which a file holds, to step `end`, with statistics, moments and a schedule."""
+def train_normed(folder: str, deaths: list[Death], begin: int = 0, end: int = 24, asks_at: int = -1) -> None:
+    """Train from step `begin`, which a file holds, to step `end`, with statistics, moments and a schedule.
+
+    In step `asks_at` somebody asks rank 0 to stop.
+    """
     torch.manual_seed(5)
     member = int(os.environ["RANK"])
     net = Normed()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
     data = torch.randn(96, 4, generator=torch.Generator().manual_seed(1))
-    for attempt in ddpkit.survive(net, optimizer, schedule):
-        with attempt:
-            loader = attempt.resume(ddpkit.make_loader(data, BATCH, seed=3))
-            kept = ddpkit.Checkpointer(f"{folder}/checkpoints")
-            if begin and not attempt.steps:
-                kept.load_latest(net=net, optimizer=optimizer, schedule=schedule, loader=loader)
-            wrapped = ddpkit.wrap_model(net)
-            step = begin + attempt.steps
-            for _ in loader.epochs(9):
-                for batch in loader:
-                    if (member, step, "backward") in deaths:
-                        die()
-                    optimizer.zero_grad()
-                    wrapped(batch).square().mean().backward()
-                    optimizer.step()
-                    schedule.step()
-                    attempt.commit()
-                    step += 1
-                    if step == end:
+    with ddpkit.stopping() as stop:
+        for attempt in ddpkit.survive(net, optimizer, schedule):
+            with attempt:
+                loader = attempt.resume(ddpkit.make_loader(data, BATCH, seed=3, drop_last=True))
+                kept = ddpkit.Checkpointer(f"{folder}/checkpoints")
+                if begin and not attempt.steps:
+                    kept.load_latest(net=net, optimizer=optimizer, schedule=schedule, loader=loader)
+                wrapped = ddpkit.wrap_model(net)
+                step = begin + attempt.steps
+                for _ in loader.epochs(9):
+                    for batch in loader:
+                        if (member, step, "backward") in deaths:
+                            die()
+                        if step == asks_at and member == 0:
+                            os.kill(os.getpid(), signal.SIGTERM)
+                        optimizer.zero_grad()
+                        wrapped(batch).square().mean().backward()
+                        optimizer.step()
+                        schedule.step()
+                        attempt.commit()
+                        step += 1
+                        if stop.now() or step == end:
+                            break
+                    if stop.now() or step == end:
                         break
-                if step == end:
-                    break
-            for buffer in net.buffers():
-                buffer.copy_(ddpkit.broadcast(buffer, src=0))  # as DDP does before the next step
-            if end < 24:
-                kept.save(end, net=net, optimizer=optimizer, schedule=schedule, loader=loader)
-            state = [net.state_dict(), optimizer.state_dict(), schedule.state_dict()]
-            torch.save(state, f"{folder}/{ddpkit.get_rank()}-{end}.pt")
+                for buffer in net.buffers():
+                    buffer.copy_(ddpkit.broadcast(buffer, src=0))  # as DDP does before the next step
+                kept.save(step, net=net, optimizer=optimizer, schedule=schedule, loader=loader)
+                state = [net.state_dict(), optimizer.state_dict(), schedule.state_dict()]
+                torch.save(state, f"{folder}/{ddpkit.get_rank()}-{step}.pt")
 
 
-def planned(folder: Path) -> Any:
-    for ranks, begin, end in ((3, 0, 10), (2, 10, 24)):
+def planned(folder: Path, *phases: tuple[int, int, int]) -> Any:
+    """Train with so many ranks from step to step, each time in a job of its own; return the states at the end."""
+    folder.mkdir()
+    for ranks, begin, end in phases:
         port = free_port()
         envs = [platform_env(rank, ranks, port) for rank in range(ranks)]
         assert [e.code for e in run(train_normed, envs, str(folder), [], begin, end, timeout=120)] == [0] * ranks
-    return torch.load(folder / "0-24.pt")
+    return torch.load(folder / f"0-{phases[-1][2]}.pt")
 
 
 def test_a_loss_leads_to_the_same_weights_as_a_planned_end_of_the_rank(tmp_path: Path) -> None:
-    (tmp_path / "planned").mkdir()
-    expected = planned(tmp_path / "planned")
+    expected = planned(tmp_path / "planned", (3, 0, 10), (2, 10, 24))
     ended = start(3, tmp_path, [(1, 10, "backward")], fn=train_normed)
     assert [e.code for e in ended] == [0, -signal.SIGKILL, 0], "".join(e.output for e in ended)
     for rank in range(2):
         found = torch.load(tmp_path / f"{rank}-24.pt")
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_after_a_loss_stop_and_a_new_start_lead_back_to_all_ranks(tmp_path: Path) -> None:
+    ended = start(3, tmp_path, [(1, 4, "backward")], 0, 24, 7, fn=train_normed)
+    assert [e.code for e in ended] == [0, -signal.SIGKILL, 0], "".join(e.output for e in ended)
+    (stopped,) = (int(path.stem[2:]) for path in tmp_path.glob("0-*.pt"))
+    assert 7 < stopped < 24
+    again = start(3, tmp_path, [], stopped, fn=train_normed)
+    assert [e.code for e in again] == [0, 0, 0], "".join(e.output for e in again)
+    expected = planned(tmp_path / "planned", (3, 0, 4), (2, 4, stopped), (3, stopped, 24))
+    torch.testing.assert_close(torch.load(tmp_path / "0-24.pt"), expected, rtol=0, atol=0)
 
 
 def train_exactly(folder: str, deaths: list[Death]) -> None:
