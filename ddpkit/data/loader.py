@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, count, islice
-from typing import Any
+from math import inf
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Sampler, get_worker_info
@@ -34,8 +35,10 @@ Seeds = tuple[int, int, int, int]  # seed, epoch, rank, position in the global o
 
 def make_loader(
     dataset: Any,
-    batch_size: int,
+    batch_size: int | None = None,
     *,
+    global_batch_size: int | None = None,
+    accumulation: int = 1,
     train: bool = True,
     shuffle: bool | None = None,
     seed: int = 0,
@@ -50,9 +53,10 @@ def make_loader(
     """Make a loader for this rank's part of a dataset.
 
     In training, the ranks' batches of a step together form one batch of the global order, on any
-    number of ranks. The last, incomplete batch is split as evenly as possible, and every rank gets
-    the same number of batches. In evaluation each sample comes exactly once, in order; some ranks
-    may get one batch more.
+    number of ranks, split as evenly as possible. Every rank gets the same number of batches: a rank
+    for which there is no sample repeats one, as padding. Multiply the loss of a batch by
+    `loader.weight`, and the weights trained are those of one process. In evaluation each sample
+    comes exactly once, in order; some ranks may get one batch more.
 
     A stream (an `IterableDataset`, or anything without a length) needs a method
     `shard(index, num_shards)` that returns an iterable; its shards are spread over ranks x workers.
@@ -64,18 +68,20 @@ def make_loader(
 
     Args:
         dataset: Anything with a length and `__getitem__`, or a stream.
-        batch_size: Samples per step, per rank.
+        batch_size: Samples per batch, per rank.
+        global_batch_size: Instead, samples per optimiser step, of all ranks together.
+        accumulation: Batches per optimiser step; see `accumulate`.
         train: True for training, False for evaluation.
         shuffle: Whether to shuffle each epoch; by default in training. Not allowed in evaluation,
             with a sampler or for a stream.
         seed: Any integer, the same on every rank; seeds the order and the workers.
         num_workers: Loading processes per rank; 0 loads in this process and leaves its random
             numbers alone.
-        drop_last: Whether training drops the incomplete last global batch.
+        drop_last: Whether training drops the samples that do not fill an optimiser step.
         collate_fn: Turns a list of samples into a batch; by default torch's.
         sampler: Sampler of this rank's indices, instead of `shuffle`: one of ddpkit's, torch's
             DistributedSampler, or one with attributes `num_replicas` and `rank`; on one rank any
-            sampler. Its `set_epoch` is called, if it has one.
+            sampler. Its `set_epoch` is called, if it has one. One of ddpkit's is cut into these batches.
         num_replicas: Number of ranks that split the samples; by default all, or the data-parallel
             ones (`set_data_parallel`). Below the world size if several ranks read the same samples,
             as in tensor parallelism.
@@ -86,10 +92,12 @@ def make_loader(
 
     Raises:
         ValueError: If options contradict each other, `drop_last` leaves nothing, `rank` is not below
-            `num_replicas`, or a stream has fewer shards than readers or was split before.
-        TypeError: If a stream has no `shard` on several ranks or with several workers, a sampler is
-            not distributed on several ranks, the dataset is not a dataset, or `make_loader` sets the
-            option itself.
+            `num_replicas`, a stream has fewer shards than readers or was split before, or the global
+            batch does not divide: into `accumulation` batches or, of a stream or with another
+            sampler, among the ranks.
+        TypeError: If both batch sizes are given, or none; a stream has no `shard` on several ranks or
+            with several workers, a sampler is not distributed on several ranks, the dataset is not a
+            dataset, or `make_loader` sets the option itself.
 
     Example:
         >>> loader = make_loader(range(10), batch_size=4)
@@ -99,7 +107,8 @@ def make_loader(
     place = Place.choose(num_replicas, rank)
     options |= {"num_workers": num_workers, "collate_fn": collate_fn}
     check_options("make_loader()", options)
-    batch_size = as_integer(batch_size, "batch_size")
+    accumulation = as_integer(accumulation, "accumulation")
+    size = _samples_per_batch(batch_size, global_batch_size, accumulation, place.num_replicas)
     if not train and (shuffle or drop_last):
         promise = "With train=False each sample comes once, in order"
         raise ValueError(f"{promise}: remove shuffle and drop_last.")
@@ -110,13 +119,62 @@ def make_loader(
     if is_stream(dataset):
         dataset = shards_of(dataset, place, seed, num_workers, options.get("persistent_workers", False))
     elif sampler is not None:
-        _check_sampler(sampler, place, batch_size)
+        _check_sampler(sampler, place, size)
     elif not train:
         sampler = DistributedEvalSampler(dataset, num_replicas, rank)
     else:
         is_shuffled = shuffle is None or bool(shuffle)  # any false value means no, as in torch
-        sampler = DistributedSampler(dataset, num_replicas, rank, is_shuffled, seed, drop_last, batch_size=batch_size)
-    return Loader(dataset, batch_size, sampler, place, seed, drop_last, **options)
+        sampler = DistributedSampler(dataset, num_replicas, rank, is_shuffled, seed)
+    if isinstance(sampler, ResumableSampler):
+        sampler.cut_into(size, accumulation, drop_last or sampler.drop_last)
+    mine = _share_of_batch(size, sampler, place)
+    return Loader(dataset, BatchShape(mine, size, drop_last, accumulation), sampler, place, seed, **options)
+
+
+class BatchShape(NamedTuple):
+    """How a loader cuts samples into batches.
+
+    Attributes:
+        size: Samples per batch on this rank.
+        global_size: Samples per batch of all ranks together.
+        drop_last: Whether an incomplete step is dropped.
+        accumulation: Batches per optimiser step.
+    """
+
+    size: int
+    global_size: int
+    drop_last: bool
+    accumulation: int = 1
+
+
+def _samples_per_batch(batch_size: Any, global_batch_size: Any, accumulation: int, num_replicas: int) -> int:
+    """Return the samples per batch of all ranks together."""
+    if (batch_size is None) == (global_batch_size is None):
+        raise TypeError(
+            "make_loader() takes either batch_size, the samples of one rank, or global_batch_size, those of all ranks "
+            f"together; got {batch_size} and {global_batch_size}."
+        )
+    if global_batch_size is None:
+        return as_integer(batch_size, "batch_size") * num_replicas
+    size, rest = divmod(as_integer(global_batch_size, "global_batch_size"), accumulation)
+    if rest:
+        raise ValueError(
+            f"global_batch_size={global_batch_size} does not divide into accumulation={accumulation} equal batches."
+        )
+    return size
+
+
+def _share_of_batch(size: int, sampler: Sampler[Any] | None, place: Place) -> int:
+    """Return this rank's samples of a batch."""
+    if isinstance(sampler, ResumableSampler):
+        return sampler.share_of(size)
+    share, rest = divmod(size, place.num_replicas)
+    if isinstance(sampler, DistributedEvalSampler):
+        return share + (rest > 0)
+    if rest:
+        kind = "a stream" if sampler is None else type(sampler).__name__
+        raise ValueError(f"With {kind}, {place.num_replicas} ranks cannot divide a global batch of {size} evenly.")
+    return share
 
 
 class Loader(DataLoader[Any]):
@@ -152,27 +210,29 @@ class Loader(DataLoader[Any]):
     def __init__(
         self,
         dataset: Any,
-        batch_size: int,
+        shape: BatchShape,
         sampler: Sampler[Any] | None,
         place: Place,
         seed: int,
-        drop_last: bool,
         **options: Any,
     ) -> None:
         self._place = place
         self._seed = seed
-        self._global_batch = batch_size * place.num_replicas
+        self._shape = shape
         self._epoch = 0
         self._given_before = 0  # batches of this epoch done before the loaded state
         self._latest: Loop | None = None  # the latest loop
         self._loop: Loop | None = None  # the same, while it counts
+        self._given: Loop | None = None  # the loop that returned the current batch
+        self._has_warned = False
         options["generator"] = torch.Generator("cpu")
+        size, drop_last = shape.size, shape.drop_last
         if sampler is None:
-            super().__init__(dataset, batch_size, drop_last=drop_last, **options)
+            super().__init__(dataset, size, drop_last=drop_last, **options)
             return
-        super().__init__(dataset, batch_sampler=_Batches(sampler, batch_size, drop_last), **options)
+        super().__init__(dataset, batch_sampler=_Batches(sampler, size, drop_last), **options)
         # torch does not set these with a batch sampler, but people read them
-        self.__dict__.update(batch_size=batch_size, sampler=sampler, drop_last=drop_last)
+        self.__dict__.update(batch_size=size, sampler=sampler, drop_last=drop_last)
 
     @property
     def _resumable(self) -> ResumableSampler | None:
@@ -183,6 +243,91 @@ class Loader(DataLoader[Any]):
     def epoch(self) -> int:
         """Return the current epoch; outside a loop, the next one."""
         return getattr(self.sampler, "epoch", self._epoch)
+
+    @property
+    def samples(self) -> int:
+        """Return this rank's number of samples in the current batch, without padding.
+
+        It is 0 on a rank that got only a repeated sample. Use it for counts and printed means:
+        `all_reduce_mean(loss.item(), weight=loader.samples)`.
+
+        Raises:
+            DdpkitError: If the loop has not begun.
+            TypeError: For a stream, another library's sampler on several ranks, or micro-batches of
+                `make_micro_batch_loader`: the loader does not know it.
+
+        Example:
+            >>> loader = make_loader(range(5), 2)
+            >>> [loader.samples for batch in loader]
+            [2, 2, 1]
+        """
+        current_job.weighting.add("samples")
+        return len(self._shares("samples")[0])
+
+    @property
+    def weight(self) -> float:
+        """Return what the mean loss of the current batch counts in its optimiser step.
+
+        It is this rank's `samples` x number of ranks / samples of the step on all ranks and in all
+        its batches. With `(loss * loader.weight).backward()`, and gradients averaged over ranks, each
+        sample counts the same. It is 1 where ranks have equally many samples, 0 for padding; with
+        `accumulation` it contains the division by the number of batches.
+
+        Raises:
+            DdpkitError: As `samples`.
+            TypeError: As `samples`.
+
+        Example:
+            >>> loader = make_loader(range(5), global_batch_size=4, accumulation=2)
+            >>> [loader.weight for batch in loader]
+            [0.5, 0.5, 1.0]
+        """
+        current_job.weighting.add("weight")
+        mine, step = self._shares("weight")
+        return len(mine) * self._place.num_replicas / len(step)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Return the optimiser steps of a whole epoch, for schedules; `len()` counts the batches that are left.
+
+        Raises:
+            TypeError: If a stream has no length.
+
+        Example:
+            >>> make_loader(range(5), global_batch_size=4, accumulation=2).steps_per_epoch
+            2
+        """
+        if self._resumable is None:
+            return -(-len(self) // self._shape.accumulation)
+        return -(-self._resumable.end_from(0) // (self._shape.global_size * self._shape.accumulation))
+
+    def _shares(self, name: str) -> tuple[range, range]:
+        """Return the positions of this rank's samples of the current batch, and of all ranks' in its step."""
+        loop = self._given
+        if loop is None:
+            raise DdpkitError(f"loader.{name} is that of the current batch: read it in the loop over the loader.")
+        if loop.positions is None:
+            raise TypeError(
+                f"loader.{name} is known for ddpkit's samplers only. Elsewhere count the samples of each batch: "
+                "global_mean(loss * count, count)."
+            )
+        size = self._shape.global_size
+        per_step = size * self._shape.accumulation
+        batch = (loop.batches - 1) * size
+        step = batch // per_step * per_step
+        mine = loop.positions[batch : batch + size][self._place.rank :: self._place.num_replicas]
+        return mine, loop.positions[step : step + per_step]
+
+    def _positions(self) -> range | None:
+        """Return the positions in the global order that the next loop deals; None if they are not known."""
+        if self._resumable is not None:
+            return self._resumable.positions
+        if isinstance(self.sampler, DistributedEvalSampler):
+            return range(self.sampler.n)
+        if self._place.num_replicas > 1 or not isinstance(self.sampler, Sized):
+            return None
+        n = len(self.sampler)
+        return range(n - n % self._shape.size if self.drop_last else n)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next `iter()`; needed only to leave the sequence 0, 1, 2, ..."""
@@ -312,7 +457,10 @@ class Loader(DataLoader[Any]):
         if self._loop is not None and self._is_counted(self._loop):  # it was left early
             self._warn_of_the_rest()
             self.set_epoch(self.epoch + 1)
-        loop = self._loop = self._latest = Loop(self.epoch, self._given_before)
+        positions = self._positions()
+        loop = Loop(self.epoch, self._given_before, positions, self._even_batches(positions))
+        self._loop = self._latest = loop
+        current_job.weighting.clear()
         seed = hash_seeds("workers", self._seed, loop.epoch, self._start, self._place.rank)
         self.generator.manual_seed(seed)
         pass_epoch_on(self.dataset, loop.epoch)
@@ -347,7 +495,7 @@ class Loader(DataLoader[Any]):
 
     def _seeds(self, epoch: int, position: int) -> Iterator[Seeds]:
         """Yield the seed numbers of each batch, from a position on."""
-        for start in count(position, self._global_batch):
+        for start in count(position, self._shape.global_size):
             yield self._seed, epoch, self._place.rank, start
 
     def _next(self, batches: Iterator[Any], loop: Loop) -> Any:
@@ -388,13 +536,42 @@ class Loader(DataLoader[Any]):
 
     def _count_step(self, loop: Loop) -> None:
         if self._resumable is not None and self._is_counted(loop):
-            self._resumable.advance(self._global_batch)
+            self._resumable.advance(self._shape.global_size)
         loop.batches += 1
+        self._given = loop
         current_job.tell(epoch=loop.epoch, batch=loop.batches)
 
     def _is_counted(self, loop: Loop) -> bool:
         # torch's sampler.set_epoch() bypasses ours
         return loop is self._loop and loop.epoch == self.epoch
+
+    def _even_batches(self, positions: range | None) -> float:
+        """Count the training batches of a pass before the first one of which ranks have unequal shares."""
+        size, ranks = self._shape.global_size, self._place.num_replicas
+        if positions is None or self._resumable is None or ranks == 1:
+            return inf
+        batches, tail = divmod(len(positions), size)
+        if size % ranks:
+            return 0
+        return batches if tail % ranks else inf
+
+    def _warn_of_shares(self, loop: Loop) -> None:
+        """Warn once if the last batch was averaged over ranks as if their shares of it were equal."""
+        used, ranks, size = current_job.weighting, self._place.num_replicas, self._shape.global_size
+        assert loop.positions is not None
+        samples = len(loop.positions[(loop.batches - 1) * size :][:size])
+        has_padding = samples < ranks
+        is_weighted = "weight" in used or ("global_mean" in used and ("samples" in used or not has_padding))
+        if self._has_warned or self._place.rank > 0 or is_weighted or "backward" not in used:
+            return
+        self._has_warned = True
+        padding = ", and some got a repeated one" if has_padding else ""
+        warnings.warn(
+            f"In batch {loop.batches} of epoch {loop.epoch} {ranks} ranks shared {samples} samples{padding}. Averaged "
+            "over ranks, these do not count the same. Backpropagate loss * loader.weight, where loss is the mean of "
+            "this rank's batch; print all_reduce_mean(loss.item(), weight=loader.samples).",
+            stacklevel=3,
+        )
 
     def _warn_of_the_rest(self) -> None:
         sampler = self._resumable
@@ -416,14 +593,18 @@ class Loop:
     Attributes:
         epoch: Its epoch.
         first: Batches of a stream to read again before the first one is returned.
+        positions: Positions in the global order that it deals to all ranks, if they are known.
+        even: Number of batches that come before the first one of which ranks have unequal shares.
         batches: Batches returned so far.
         drawn: In training, indices of the batches to come.
         steps: For micro-batches, where each remaining step starts.
     """
 
-    def __init__(self, epoch: int, first: int) -> None:
+    def __init__(self, epoch: int, first: int, positions: range | None, even: float) -> None:
         self.epoch = epoch
         self.first = first
+        self.positions = positions
+        self.even = even
         self.batches = 0
         self.drawn: deque[list[int]] = deque()
         self.steps: Iterator[int] = iter(())
@@ -438,6 +619,8 @@ class _Pass(Iterator[Any]):
         self._loop = loop
 
     def __next__(self) -> Any:
+        if self._loop.batches > self._loop.even:
+            self._loader._warn_of_shares(self._loop)
         return self._loader._next(self._batches, self._loop)
 
 
@@ -480,13 +663,8 @@ def check_options(call: str, options: dict[str, Any]) -> None:
         raise TypeError(no_option(call, name, known))
 
 
-def _check_sampler(sampler: Sampler[int], place: Place, batch_size: int) -> None:
+def _check_sampler(sampler: Sampler[int], place: Place, size: int) -> None:
     """Raise for a sampler of another rank, or one that gives ranks different numbers of batches."""
-    if isinstance(sampler, ResumableSampler) and sampler.batch_size not in (1, batch_size):
-        raise ValueError(
-            f"The sampler has batch_size={sampler.batch_size}, the loader {batch_size}: ranks could get "
-            "different numbers of batches. Pass the same to both."
-        )
     found_rank = getattr(sampler, "rank", None)
     found_size = getattr(sampler, "num_replicas", None)
     if found_rank is None and found_size is None:
@@ -500,4 +678,9 @@ def _check_sampler(sampler: Sampler[int], place: Place, batch_size: int) -> None
         raise ValueError(
             f"The sampler is for rank {found_rank} of {found_size}, but this is rank {place.rank} of "
             f"{place.num_replicas}. If ranks share samples, pass num_replicas and rank here, too."
+        )
+    if isinstance(sampler, ResumableSampler) and sampler.global_batch_size not in (place.num_replicas, size):
+        raise ValueError(
+            f"The sampler deals batches of {sampler.global_batch_size} samples, the loader of {size}, on all ranks "
+            "together. Make a sampler for each loader, without batch_size."
         )

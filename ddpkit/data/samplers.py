@@ -1,8 +1,8 @@
 """Give each rank its samples, as a pure function of (seed, epoch, n). Nothing here communicates.
 
-Every sampler splits one global order: rank r takes its positions r, r + world size, and so on. Any
-number of ranks therefore consumes that order from the front, the progress is one number, and a run
-resumes on any number of ranks.
+Every sampler splits one global order, batch by batch: rank r takes positions r, r + world size, and
+so on of each global batch. Any number of ranks therefore consumes that order from the front, the
+progress is one number, and a run resumes on any number of ranks.
 """
 
 from __future__ import annotations
@@ -175,6 +175,9 @@ class ResumableSampler(Sampler[int], ABC):
         epoch: The epoch of the order; see `set_epoch`.
         start: Global position where this pass starts: 0, or the samples consumed in a loaded state.
         consumed: Samples of this epoch that all ranks together have consumed, counted by `advance`.
+        global_batch_size: Samples per batch of all ranks together.
+        accumulation: Batches per optimiser step.
+        drop_last: Whether to drop the samples that do not fill a step.
     """
 
     def __init__(
@@ -183,15 +186,14 @@ class ResumableSampler(Sampler[int], ABC):
         num_replicas: int | None,
         rank: int | None,
         seed: int,
-        batch_size: int = 1,
-        drop_last: bool = False,
     ) -> None:
         self.place = Place.choose(num_replicas, rank)
         self.num_replicas, self.rank = self.place.num_replicas, self.place.rank
         self.n = n
         self.seed = operator.index(seed)
-        self.batch_size = batch_size
-        self.drop_last = drop_last
+        self.global_batch_size = self.num_replicas
+        self.accumulation = 1
+        self.drop_last = False
         self.epoch = 0
         self.start = 0
         self.consumed = 0
@@ -226,10 +228,31 @@ class ResumableSampler(Sampler[int], ABC):
         """
         self.consumed = min(self.consumed + samples, self.n)
 
+    def cut_into(self, global_batch_size: int, accumulation: int = 1, drop_last: bool = False) -> None:
+        """Set how the order is cut: see the attributes.
+
+        Raises:
+            ValueError: If `drop_last` leaves nothing.
+        """
+        self.global_batch_size = global_batch_size
+        self.accumulation = accumulation
+        self.drop_last = drop_last
+        if self.end_from(0) == 0:
+            raise ValueError(
+                f"drop_last=True drops all {self.n} samples: {self.num_replicas} ranks take "
+                f"{global_batch_size * accumulation} per step. Use fewer ranks, a smaller batch, or "
+                "drop_last=False."
+            )
+
     @property
     def remaining(self) -> int:
         """Return the samples of this epoch that all ranks together have left, without padding."""
-        return max(0, min(self._end(), self.n) - self.consumed)
+        return max(0, self.positions.stop - self.consumed)
+
+    @property
+    def positions(self) -> range:
+        """Return the positions of the global order that this pass deals."""
+        return range(self.start, self.end_from(self.start))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress of the run: equal on every rank, plain numbers and text."""
@@ -250,51 +273,59 @@ class ResumableSampler(Sampler[int], ABC):
         self.consumed = consumed
 
     def __len__(self) -> int:
-        """Return the number of samples of this pass on this rank."""
-        return len(range(self.start + self.rank, self._end(), self.num_replicas))
+        """Return the number of samples of this pass on this rank, padding included."""
+        return self._count(len(self.positions))
 
     def __iter__(self) -> Iterator[int]:
         self.place.check(type(self).__name__)
-        return chain.from_iterable(self._blocks(self._order(), self.start, self._end()))
+        return chain.from_iterable(self._blocks(self._order(), self.positions))
 
     @property
     def num_samples(self) -> int:
         """Return the samples of a whole epoch on this rank, padding included, as in torch."""
-        return len(range(self.rank, self.total_size, self.num_replicas))
+        return self._count(self.end_from(0))
 
     @property
     def total_size(self) -> int:
         """Return the samples of a whole epoch on all ranks together, padding included."""
-        return self._end_from(0)
+        batches, tail = divmod(self.end_from(0), self.global_batch_size)
+        return batches * max(self.global_batch_size, self.num_replicas) + (max(tail, self.num_replicas) if tail else 0)
 
-    def _end(self) -> int:
-        return self._end_from(self.start)
-
-    def _end_from(self, start: int) -> int:
-        """Return the position where the order ends: beyond n with padding, before it with `drop_last`.
-
-        Every rank must get the same number of batches.
-        """
-        tail = (self.n - start) % self._samples_per_step
-        if self.drop_last:
-            return self.n - tail
-        if tail == 0:
+    def end_from(self, start: int) -> int:
+        """Return the position where a pass from a position on ends."""
+        if not self.drop_last:
             return self.n
-        return self.n + max(0, self.num_replicas - tail)
+        return self.n - (self.n - start) % (self.global_batch_size * self.accumulation)
 
-    @property
-    def _samples_per_step(self) -> int:
-        """Return the samples per optimiser step of all ranks together."""
-        return self.num_replicas * self.batch_size
+    def _count(self, samples: int) -> int:
+        """Count this rank's among so many samples, from the beginning of a batch."""
+        batches, tail = divmod(samples, self.global_batch_size)
+        return batches * self.share_of(self.global_batch_size) + self.share_of(tail)
 
-    def _blocks(self, order: Order, start: int, end: int) -> Iterator[list[int]]:
-        size = _BLOCK * self.num_replicas
-        for first in range(start, end, size):
-            stop = min(first + size, end)
-            positions = np.arange(first + self.rank, stop, self.num_replicas, dtype=np.int64)
-            if stop > self.n:
-                positions %= self.n
-            yield order(positions).tolist()
+    def share_of(self, samples: int) -> int:
+        """Return how many samples of a batch this rank gets; at least one, so that it has as many batches as others."""
+        return max(min(samples, 1), len(range(self.rank, samples, self.num_replicas)))
+
+    def _blocks(self, order: Order, positions: range) -> Iterator[list[int]]:
+        """Yield this rank's samples, in blocks of whole batches, the last batch alone if it is incomplete."""
+        size = self.global_batch_size
+        whole = positions[: len(positions) // size * size]
+        mine = self.rank + self.num_replicas * np.arange(self.share_of(size), dtype=np.int64)
+        batches = whole[::size]
+        per_block = max(1, _BLOCK // len(mine))
+        for first in range(0, len(batches), per_block):
+            block = batches[first : first + per_block]
+            starts = np.arange(block.start, block.stop, size, dtype=np.int64)
+            yield self._numbers(order, np.add.outer(starts, mine).ravel())
+        tail = positions[len(whole) :]
+        if tail:
+            yield self._numbers(order, tail.start + mine[: self.share_of(len(tail))])
+
+    def _numbers(self, order: Order, positions: Positions) -> list[int]:
+        if positions[-1] >= self.n:  # padding, from the front
+            positions = positions % self.n
+        numbers: list[int] = order(positions).tolist()
+        return numbers
 
 
 class DistributedSampler(ResumableSampler):
@@ -312,10 +343,9 @@ class DistributedSampler(ResumableSampler):
         seed: Any integer, the same on every rank.
         drop_last: Whether to drop the samples that do not fill a batch on every rank. By default the
             ranks split them.
-        batch_size: The loader's samples per step, per rank. All ranks get the same number of
-            batches; if the last one has fewer samples than ranks, it is padded from the front of
-            the order. The default, 1, gives torch's padding: the same number of indices on every
-            rank.
+        batch_size: Samples per batch, per rank, of your own loader; `make_loader` sets it. All ranks
+            get the same number of batches; if the last one has fewer samples than ranks, it is
+            padded. The default, 1, gives torch's padding: the same number of indices on every rank.
 
     Raises:
         ValueError: If the dataset is empty, `drop_last` leaves nothing, or a number is out of range.
@@ -342,14 +372,9 @@ class DistributedSampler(ResumableSampler):
     ) -> None:
         n = _length(dataset)
         batch_size = as_integer(batch_size, "batch_size")
-        super().__init__(n, num_replicas, rank, seed, batch_size, drop_last)
+        super().__init__(n, num_replicas, rank, seed)
         self.shuffle = bool(shuffle)
-        if self._end() == 0:
-            raise ValueError(
-                f"drop_last=True drops all {n} samples: {self.num_replicas} ranks take "
-                f"{self._samples_per_step} per step. Use fewer ranks, a smaller batch, or "
-                "drop_last=False."
-            )
+        self.cut_into(self.num_replicas * batch_size, drop_last=drop_last)
 
     def _identity(self) -> dict[str, Any]:
         return {"seed": self.seed, "n": self.n, "shuffle": self.shuffle}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..arguments import as_integer
-from ..data.loader import Batch, Loader, Loop, Seeds, check_options
+from ..data.loader import Batch, BatchShape, Loader, Loop, Seeds, check_options
 from ..data.samplers import DistributedSampler
 from ..data.seeds import generators_kept, hash_seeds, seed_cpu
 from ..errors import DdpkitError
@@ -113,9 +113,9 @@ class MicroBatchSampler(DistributedSampler):
                 f"global_batch_size={global_batch_size} / micro_batch_size={micro_batch_size} is {count}, "
                 f"remainder {rest}."
             )
-        self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
-        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
+        super().__init__(dataset, num_replicas, rank, shuffle, seed)
+        self.cut_into(global_batch_size, drop_last=drop_last)
 
     def _identity(self) -> dict[str, Any]:
         sizes = {"global_batch_size": self.global_batch_size, "micro_batch_size": self.micro_batch_size}
@@ -143,26 +143,12 @@ class MicroBatchSampler(DistributedSampler):
         super().load_state_dict(state)
 
     @property
-    def _samples_per_step(self) -> int:
-        return self.global_batch_size
+    def total_size(self) -> int:
+        """Return the samples of a whole epoch on all ranks together."""
+        return self.end_from(0)
 
-    def _end_from(self, start: int) -> int:
-        return min(super()._end_from(start), self.n)  # without padding
-
-    def __len__(self) -> int:
-        return self._count(self._end() - self.start)
-
-    @property
-    def num_samples(self) -> int:
-        """Return the samples of a whole epoch on this rank."""
-        return self._count(self.total_size)
-
-    def _count(self, samples: int) -> int:
-        """Count this rank's among so many samples, from the beginning of a step."""
-        steps, rest = divmod(samples, self.global_batch_size)
-        return steps * self._count_in_step(self.global_batch_size) + self._count_in_step(rest)
-
-    def _count_in_step(self, samples: int) -> int:
+    def share_of(self, samples: int) -> int:
+        """Return how many samples of a step this rank gets."""
         return sum(len(positions) for positions in self.micro_batches(range(samples)))
 
     @property
@@ -172,11 +158,11 @@ class MicroBatchSampler(DistributedSampler):
 
     def steps(self) -> range:
         """Return the positions in the global order where the steps of this pass begin."""
-        return range(self.start, self._end(), self.global_batch_size)
+        return self.positions[:: self.global_batch_size]
 
-    def positions(self, step: int) -> range:
+    def step_at(self, position: int) -> range:
         """Return the positions of all ranks' samples in the step that begins at a position."""
-        return range(step, min(step + self.global_batch_size, self._end()))
+        return range(position, min(position + self.global_batch_size, self.positions.stop))
 
     def micro_batches(self, positions: range) -> Iterator[range]:
         """Yield those positions of a step that are of each micro-batch of this rank."""
@@ -184,10 +170,10 @@ class MicroBatchSampler(DistributedSampler):
         for start in positions[self.rank * size :: self.num_replicas * size]:
             yield range(start, min(start + size, positions.stop))
 
-    def _blocks(self, order: Order, start: int, end: int) -> Iterator[list[int]]:
-        for step in range(start, end, self.global_batch_size):
-            for positions in self.micro_batches(self.positions(step)):
-                yield order(np.arange(positions.start, positions.stop)).tolist()
+    def _blocks(self, order: Order, positions: range) -> Iterator[list[int]]:
+        for step in positions[:: self.global_batch_size]:
+            for mine in self.micro_batches(self.step_at(step)):
+                yield order(np.arange(mine.start, mine.stop)).tolist()
 
 
 class MicroBatchLoader(Loader):
@@ -198,19 +184,14 @@ class MicroBatchLoader(Loader):
 
     def __init__(self, dataset: Any, sampler: MicroBatchSampler, **options: Any) -> None:
         self._dealer = sampler
-        super().__init__(
-            dataset,
-            sampler.micro_batch_size,
-            sampler,
-            sampler.place,
-            sampler.seed,
-            sampler.drop_last,
-            **options,
-        )
-        self._global_batch = sampler.global_batch_size
+        shape = BatchShape(sampler.micro_batch_size, sampler.global_batch_size, sampler.drop_last)
+        super().__init__(dataset, shape, sampler, sampler.place, sampler.seed, **options)
 
     def __len__(self) -> int:
         return len(self._dealer.steps())
+
+    def _positions(self) -> None:
+        """Return None: its batches have their `global_batch_size`."""
 
     def _begin(self, loop: Loop) -> Iterator[Any]:
         loop.steps = iter(self._dealer.steps())
@@ -253,10 +234,10 @@ class MicroBatchLoader(Loader):
         finally:
             errors.clear()  # its traceback holds this frame
         name = f"epoch {loop.epoch}, from sample {step} on"
-        return MicroBatches(found, name, len(self._dealer.positions(step)), seeds, self._dealer.most)
+        return MicroBatches(found, name, len(self._dealer.step_at(step)), seeds, self._dealer.most)
 
     def _micro_batches(self, step: int) -> Iterator[range]:
-        return self._dealer.micro_batches(self._dealer.positions(step))
+        return self._dealer.micro_batches(self._dealer.step_at(step))
 
     def _with_own_generators(self) -> AbstractContextManager[None]:
         """Return a block in which samples may be loaded whose random numbers are not this process's."""

@@ -97,12 +97,11 @@ def global_mean(loss_sum: Any, count: Any) -> Any:
     by `count`.
 
     Args:
-        loss_sum: Loss summed over this rank's samples; a rank without samples passes the loss of an
-            empty batch, which is 0 but has a graph for DDP to synchronise. Or the model, after
-            `backward()` of such sums: its gradients are scaled in place, so accumulation needs no
-            count in advance.
-        count: Number of those samples, or their total weight; may be 0 if another rank has samples.
-            With accumulation, count all micro-batches of the step.
+        loss_sum: Loss summed over this rank's samples; with a count of 0 it counts as 0, and gives the
+            graph that DDP synchronises. Or the model, after `backward()` of such sums: its gradients
+            are scaled in place, so accumulation needs no count in advance.
+        count: Number of those samples without padding (`loader.samples`), or their total weight; may
+            be 0 if another rank has samples. With accumulation, count all micro-batches of the step.
 
     Returns:
         `loss_sum * world size / total count`. Its mean over ranks (`all_reduce_mean`) is the mean
@@ -131,6 +130,7 @@ def global_mean(loss_sum: Any, count: Any) -> Any:
             global_mean(model, sum(len(x) for x, _ in batches))    # then optimizer.step()
     """
     peers = current_job.data_parallel()
+    current_job.weighting.add("global_mean")
     with raise_everywhere("global_mean()", peers):
         if isinstance(loss_sum, nn.Module):
             check_tensors("global_mean()", without_dtensors(loss_sum.named_parameters()))
@@ -146,7 +146,7 @@ def global_mean(loss_sum: Any, count: Any) -> Any:
         raise ValueError(f"global_mean() needs at least one sample on some rank, but {found}.")
     factor = get_data_parallel_world_size() / total
     if not isinstance(loss_sum, nn.Module):
-        return loss_sum * factor
+        return loss_sum * (factor if count else 0.0)
     with torch.inference_mode(False), torch.no_grad():
         _scale_gradients(loss_sum, factor)
     return None

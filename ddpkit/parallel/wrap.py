@@ -265,6 +265,7 @@ class _Backwards:
                 "after each forward, before the next one."
             )
         self._is_running = True
+        current_job.weighting.add("backward")
         after_backward(self._end)
 
     def _end(self) -> None:
