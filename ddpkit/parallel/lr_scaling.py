@@ -62,7 +62,7 @@ def warmup_factor(step: int, steps: int, start: float = 0.0) -> float:
     Args:
         step: Optimiser steps taken so far, from 0. Pass `step + 1` to avoid a step at factor 0.
         steps: Length of the warm-up in optimiser steps; 0 means none. Derive it from samples:
-            `plan.steps(samples)`.
+            `plan.steps(samples, epochs)`.
         start: Factor at step 0. Goyal et al. 2017 (arXiv:1706.02677) start from the base learning
             rate, 1 / scale.
 
@@ -130,8 +130,8 @@ class ScalePlan:
 
     Example:
         >>> plan = ScalePlan(256, 0.1, world_size=8, rule="linear")
-        >>> plan.per_rank_batch_size, plan.global_batch_size, plan.lr, plan.steps(1_000_000)
-        (256, 2048, 0.8, 489)
+        >>> plan.per_rank_batch_size, plan.global_batch_size, plan.lr, plan.steps(1_000_000, epochs=2)
+        (256, 2048, 0.8, 978)
         >>> print(plan)
         ranks x accumulation  8 x 1
         batch per rank        256 samples per forward
@@ -200,12 +200,25 @@ class ScalePlan:
             )
         return scale_lr(self.base_lr, self.factor, self.rule)
 
-    def steps(self, samples: int) -> int:
-        """Return the optimiser steps that `samples` samples take (an epoch, a warm-up).
+    def steps(self, samples: int, epochs: float | None = None) -> int:
+        """Return the optimiser steps of some epochs.
 
-        An incomplete last step counts.
+        The last, incomplete step of each epoch counts, so that three epochs may take more steps than
+        their samples in one go. A loader knows its own: `epochs * loader.steps_per_epoch`.
+
+        Args:
+            samples: Samples per epoch, of all ranks together.
+            epochs: Number of epochs, such as 0.5 for a warm-up.
+
+        Raises:
+            TypeError: If `epochs` is missing.
         """
-        return -(-samples // self.global_batch_size)
+        if epochs is None:
+            raise TypeError(
+                "plan.steps() needs the number of epochs, because the last step of each may be incomplete: "
+                "plan.steps(len(dataset), epochs=3), or 3 * loader.steps_per_epoch."
+            )
+        return math.ceil(epochs * -(-samples // self.global_batch_size))
 
     def apply(self, optimizer: Any) -> None:
         """Scale the learning rate of every parameter group in place, once.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from conftest import on_ranks
 from torch import nn
 
+import ddpkit
 from ddpkit import get_rank
 from ddpkit.parallel.lr_scaling import ScalePlan, rule_for, scale_lr, warmup_factor
 from ddpkit.parallel.wrap import wrap_model
@@ -47,7 +49,7 @@ def test_the_total_number_of_samples_is_constant():
         for accumulation in (1, 2):
             for keep in ("per_rank", "global"):
                 plan = ScalePlan(64, 0.1, world_size, keep=keep, accumulation=accumulation)
-                assert plan.steps(6400 * 16) * plan.global_batch_size == 6400 * 16
+                assert plan.steps(6400 * 16, 1) * plan.global_batch_size == 6400 * 16
 
 
 def test_an_incomplete_last_step_counts_as_the_loop_counts_it():
@@ -57,7 +59,7 @@ def test_an_incomplete_last_step_counts_as_the_loop_counts_it():
                 plan = ScalePlan(4, 0.1, world_size, accumulation=accumulation)
                 share = math.ceil(n / world_size)  # what a padding sampler gives to each rank
                 batches = math.ceil(share / plan.per_rank_batch_size)
-                assert plan.steps(n) == math.ceil(batches / accumulation)
+                assert plan.steps(n, 1) == math.ceil(batches / accumulation)
 
 
 def test_a_plan_takes_integers_of_any_kind_but_no_bool():
@@ -199,3 +201,14 @@ def test_ranks_under_a_plan_equal_one_process_with_the_big_batch(world_size):
     for result in on_ranks(_train_all, world_size, world_size):
         for (keep, kind), got, want in zip(cases, result, expected, strict=True):
             assert got == pytest.approx(want, abs=1e-6), (keep, kind)
+
+
+def test_steps_are_those_of_the_loop_over_several_epochs():
+    for n, epochs, size, ranks, accumulation in itertools.product(range(1, 40), (1, 3), (4, 6), (1, 2), (1, 2)):
+        plan = ScalePlan(size, 0.1, ranks, accumulation=accumulation)
+        batches = {"batch_size": plan.per_rank_batch_size, "accumulation": accumulation}
+        loader = ddpkit.make_loader(range(n), **batches, num_replicas=ranks, rank=0)
+        assert plan.steps(n, epochs) == epochs * loader.steps_per_epoch
+    assert ScalePlan(24, 0.1, 1).steps(48, 0.5) == 1 and ScalePlan(24, 0.1, 1).steps(49, 0.5) == 2
+    with pytest.raises(TypeError, match=r"needs the number of epochs.*3 \* loader\.steps_per_epoch"):
+        ScalePlan(8, 0.1, 1).steps(101 * 3)
