@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -147,6 +148,7 @@ def wrap_model(
     # passed as an argument, False would skip the first broadcast, too
     ddp.broadcast_buffers = broadcast_buffers
     ddp.register_forward_hook(_Backwards().follow)
+    ddp.register_forward_hook(_explain_one_sample, always_call=True)
     return _remember_frozen(ddp)
 
 
@@ -221,6 +223,16 @@ def _check_frozen(frozen: list[tuple[str, Tensor]], *_: Any) -> None:
                 "ranks. Unfreeze it before wrap_model(), or call wrap_model(unwrap_model(model)) again; add it to "
                 "the optimizer, too."
             )
+
+
+def _explain_one_sample(*_: Any) -> None:
+    """Add the remedy to BatchNorm's error about a batch of one sample, if the forward has raised it."""
+    error = sys.exc_info()[1]
+    if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
+        error.args = (
+            f"{error}. This rank's share of the batch is one sample: pass drop_last=True to make_loader(), or a larger "
+            "global batch.",
+        )
 
 
 class _Backwards:

@@ -21,6 +21,7 @@ from torch.nn.parallel import DataParallel
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
+import ddpkit
 from ddpkit import DdpkitError, MismatchError, accumulate, all_gather, all_reduce_mean, barrier, get_rank
 from ddpkit.parallel.models import named_tensors, unwrap_model
 from ddpkit.parallel.replicas import check_replicas
@@ -638,3 +639,18 @@ def test_one_rank_may_evaluate_alone_and_ranks_that_run_out_of_data_may_use_torc
     for again, longer in on_ranks(_alone_and_uneven, world_size):
         assert "already wrapped" in again
         assert "1.weight: float32[2, 2] on rank 0; missing on rank" in longer
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_batch_norm_of_one_sample_names_the_remedy(rank, world_size):
+    net = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4))
+    model = wrap_model(net)
+    loader = ddpkit.make_loader(torch.ones(3 * world_size, 1), 2)
+    remedy = r"more than 1 value per channel.*pass drop_last=True to make_loader\(\)"
+    if world_size == 1:  # torch's own model
+        remedy = "more than 1 value per channel"
+    with pytest.raises(ValueError, match=remedy):
+        for batch in loader:
+            (model(batch).sum() * loader.weight).backward()
+    for batch in ddpkit.make_loader(torch.ones(3 * world_size, 1), 2, drop_last=True):
+        model(batch).sum().backward()
