@@ -555,21 +555,30 @@ class Loader(DataLoader[Any]):
             return 0
         return batches if tail % ranks else inf
 
+    def unequal_shares(self) -> str:
+        """Say which batch of the next loop ranks do not share equally; "" if there is none."""
+        positions = self._positions()
+        even = self._even_batches(positions)
+        return self._describe_shares(positions, int(even)) if positions and even < inf else ""
+
+    def _describe_shares(self, positions: range, batch: int) -> str:
+        ranks, size = self._place.num_replicas, self._shape.global_size
+        samples = len(positions[batch * size :][:size])
+        padding = ", and some get a repeated one" if samples < ranks else ""
+        return f"in batch {batch + 1} of an epoch {ranks} ranks share {samples} samples{padding}"
+
     def _warn_of_shares(self, loop: Loop) -> None:
         """Warn once if the last batch was averaged over ranks as if their shares of it were equal."""
-        used, ranks, size = current_job.weighting, self._place.num_replicas, self._shape.global_size
-        assert loop.positions is not None
-        samples = len(loop.positions[(loop.batches - 1) * size :][:size])
-        has_padding = samples < ranks
-        is_weighted = "weight" in used or ("global_mean" in used and ("samples" in used or not has_padding))
-        if self._has_warned or self._place.rank > 0 or is_weighted or "backward" not in used:
+        if self._has_warned or self._place.rank > 0 or loop.positions is None:
+            return
+        said = self._describe_shares(loop.positions, loop.batches - 1)
+        if not averages_as_equal(said):
             return
         self._has_warned = True
-        padding = ", and some got a repeated one" if has_padding else ""
         warnings.warn(
-            f"In batch {loop.batches} of epoch {loop.epoch} {ranks} ranks shared {samples} samples{padding}. Averaged "
-            "over ranks, these do not count the same. Backpropagate loss * loader.weight, where loss is the mean of "
-            "this rank's batch; print all_reduce_mean(loss.item(), weight=loader.samples).",
+            f"The loop averages gradients over ranks, but {said}, so these do not count the same. Backpropagate "
+            "loss * loader.weight, where loss is the mean of this rank's batch; print "
+            "all_reduce_mean(loss.item(), weight=loader.samples).",
             stacklevel=3,
         )
 
@@ -585,6 +594,15 @@ class Loader(DataLoader[Any]):
             "loader.epochs(n), or call loader.set_epoch() first.",
             stacklevel=3,
         )
+
+
+def averages_as_equal(shares: str) -> bool:
+    """Return whether the latest loop averages gradients without weights that allow for these unequal shares."""
+    used = current_job.weighting
+    if "backward" not in used or "weight" in used:
+        return False
+    is_counted = "samples" in used or "repeated" not in shares  # else len(batch) counts padding
+    return not ("global_mean" in used and is_counted)
 
 
 class Loop:

@@ -26,6 +26,7 @@ def find(facts: Facts) -> Iterator[Finding]:
             yield found
     if not training:
         yield from _find_equal_inputs(facts)
+    yield from islice(_find_unweighted(facts), 1)
     yield from _find_same_orders(facts, training)
     yield from islice(chain(_find_same_draws(facts), _find_same_noise(facts)), 1)
 
@@ -74,6 +75,15 @@ def _find_same(facts: Facts, records: list[Record], contents: list[list[int]]) -
         rule = "same-by-loader"
     evidence = f"the first {equal} batches are the same on {facts.who}"
     return facts.finding(rule, evidence, *lines)
+
+
+def _find_unweighted(facts: Facts) -> Iterator[Finding]:
+    """Find loaders of ddpkit whose unequal shares are averaged as equal ones, also in batches after the cut."""
+    for record in facts.first("epoch end"):
+        if record["shares"]:
+            yield facts.finding(
+                "shares-unweighted", record["shares"], *[step["backward"] for step in facts.first("step")[:1]]
+            )
 
 
 def _find_equal_inputs(facts: Facts) -> Iterator[Finding]:
