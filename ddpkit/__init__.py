@@ -10,7 +10,7 @@ A script calls, in this order:
     Checkpointer      saves the run, and restores it on any number of ranks
 
 `ddpkit.__all__` lists the public names in learning order. Other names may change at any time, except
-the pytest plugin `ddpkit.testing`. `python -m ddpkit` lists the tools: check, where, doctor and bench.
+the pytest plugin `ddpkit.testing`. `python -m ddpkit` lists the tools: check, rehearse, where and doctor.
 
 Docs: https://ddpkit.readthedocs.io, or the folder docs/ of a clone.
 

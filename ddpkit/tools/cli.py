@@ -43,11 +43,6 @@ _TOOLS = {
         "torchrun --nproc-per-node=4 -m ddpkit doctor",
         "troubleshooting",
     ),
-    "bench": _Tool(
-        "measures collectives, here or in a job",
-        "python -m ddpkit bench --ranks 2 4",
-        "troubleshooting",
-    ),
 }
 _DOCS = "TOOL --help lists its flags and its page of the docs; in Python, help(ddpkit) is about the library."
 _INTERRUPTED = 130  # exit codes as a shell reports them

@@ -1,4 +1,4 @@
-"""Which device, backend and ranks there are; the doctor and the benchmark."""
+"""Which device, backend and ranks there are; the doctor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from starting import TORCHRUN, Crew, first_of, on_a_gpu_each, on_one_device, run, several
+from starting import TORCHRUN, Crew, on_a_gpu_each, on_one_device, run, several
 
 import ddpkit
 from ddpkit.testing import on_ranks
@@ -152,20 +152,6 @@ def test_the_doctor_examines_a_job(nprocs: int, device: str) -> None:
     found = examine([*TORCHRUN, f"--nproc_per_node={nprocs}"])["join"]["found"]
     assert ("nccl" in found) == (device == "cuda")
     assert nprocs == 1 or f"{nprocs} ranks" in found
-
-
-def measure(flags: str) -> list[dict[str, Any]]:
-    """Return the results of the benchmark."""
-    command = [sys.executable, *DDPKIT, "bench", "--json", "--seconds", "0.1", "--sizes", "64K", *flags.split()]
-    return list(read_json(run(command))["results"])
-
-
-@pytest.mark.parametrize("shared", [True, pytest.param(False, marks=pytest.mark.gpus(2))])
-def test_the_benchmark_measures_ranks(shared: bool, device: str, record_property: Any) -> None:
-    results = measure(f"--ranks 2 --device {first_of(device)}" if shared else f"--ranks {several()}")
-    texts = [f"{result['name']} {1e6 * result['seconds']:.0f} us" for result in results]
-    assert texts
-    record_property("measured", ", ".join(texts))
 
 
 SCRIPT = """

@@ -25,7 +25,7 @@ GUIDE = Path(__file__).parents[2] / "docs" / "guide"
         (["doctor", "--backend", "fake"], "backend='fake' is unknown to torch"),
         (["doctor", "--jsn"], "unrecognized arguments: --jsn (--help"),
         (["doctor", "--timeuot=3"], "unrecognized arguments: --timeuot=3 (--help"),
-        (["bench", "--sizse", "1K"], "unrecognized arguments: --sizse 1K (--help"),
+        (["doctor", "--bakcend", "gloo"], "unrecognized arguments: --bakcend gloo (--help"),
         (["doctor", "--xyz"], "unrecognized arguments: --xyz (--help"),
         (["surgeon"], "invalid choice: 'surgeon'"),
     ],

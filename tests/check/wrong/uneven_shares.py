@@ -19,7 +19,7 @@ def main():
     loader = ddpkit.make_loader(TensorDataset(x, x.sin()), global_batch_size=20)
     model = ddpkit.wrap_model(nn.Linear(1, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for epoch in loader.epochs(2):
+    for _ in loader.epochs(2):
         for x, y in loader:
             loss = nn.functional.mse_loss(model(x.to(context.device)), y.to(context.device))
             optimizer.zero_grad()
