@@ -160,7 +160,7 @@ def peer_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        cause = mine and mine.cause_of(error)
+        cause = mine and mine.explain(error, mine)
         if cause:
             raise cause from error
         raise

@@ -8,17 +8,15 @@ import re
 import traceback
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from ..errors import BarrierTimeoutError, DdpkitError, MismatchError, PeerError, message_of
 from ..torch_internals import current_group, other_groups_were_made
 from .failures import PACKAGE, Failure, in_model, last_call
+from .session import Ranks, Session
 from .store import call_with_timeout
-
-if TYPE_CHECKING:
-    from .session import Ranks, Session
 
 _TORCH_ERRORS = re.compile(  # torch raises plain RuntimeErrors, too
     r"^\[.*gloo"  # some of gloo's begin with a source file in brackets

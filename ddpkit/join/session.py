@@ -21,7 +21,6 @@ import torch.distributed as dist
 from ..errors import BarrierTimeoutError, DdpkitError, PeerError, printable
 from ..parsing import parse, refuse_text
 from ..torch_internals import gloo_address
-from .causes import cause_of
 from .failures import FAILURE, Failure, Failures
 from .sockets import SETTLE, cut, sockets_beside
 from .store import Pause, call_with_timeout, read_long, read_text, read_texts, write_long
@@ -34,6 +33,10 @@ Ranks = tuple[int, ...]  # some of a job's ranks, in an order that they all know
 
 
 def _no_watch() -> None:
+    return None
+
+
+def _no_cause(error: BaseException, session: Session) -> None:
     return None
 
 
@@ -51,6 +54,7 @@ class Session:
     Attributes:
         store_host: The rank that hosts the store, if any.
         watch: Weak reference: returns the thread that can ask the other ranks, as long as it exists.
+        explain: Explains why a collective broke.
         told: Progress of the script.
         acted_at: Time of its last batch or collective.
         connections: Those of the process group, to be cut after the job has failed.
@@ -74,6 +78,7 @@ class Session:
         self.store_host = 0
         self.failures = Failures(store, rank, hosts, orphaned)
         self.watch: Callable[[], Any] = _no_watch
+        self.explain: Callable[[BaseException, Session], DdpkitError | None] = _no_cause
         self.told: dict[str, int] = {}
         self.acted_at = time.monotonic()
         self.connections: set[int] = set()
@@ -91,10 +96,6 @@ class Session:
     def failure_of(self, error: BaseException) -> Failure:
         """Describe an error of this rank for the others."""
         return Failure.of(self.rank, error)
-
-    def cause_of(self, error: BaseException) -> DdpkitError | None:
-        """Explain why a collective broke; see `ddpkit.join.causes`."""
-        return cause_of(error, self)
 
     def follow_connections(self, group: dist.ProcessGroup | None) -> None:
         """Store the connections of a gloo group, to be cut after the job has failed."""
