@@ -209,8 +209,8 @@ class Checkpointer:
             The result of `load()`; None if the folder holds no checkpoint.
 
         Raises:
-            CheckpointError: On every rank, if no checkpoint can be read, with the reason for each; or
-                as `load()` does.
+            CheckpointError: On every rank, if no checkpoint can be read, with the reason for each, or
+                `latest` exists and cannot; or as `load()` does.
             MismatchError: As `load()` does.
             TypeError: As `load()` does.
         """
@@ -252,7 +252,7 @@ class Checkpointer:
             MismatchError: If names differ between ranks, or another rank passes a bad argument.
         """
         with raise_everywhere("Checkpointer.load"):
-            file = _as_path(path)
+            file = Path(os.path.realpath(_as_path(path)))  # the file may be a link, but those in a folder may not
         self._begin_load("Checkpointer.load", objects)
         return load_file(file, objects)
 
