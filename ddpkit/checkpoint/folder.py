@@ -244,44 +244,46 @@ class Writing:
     """A checkpoint written by a thread. The process does not exit before it is complete, unless it is killed.
 
     Args:
-        write: Writes this rank's part. It receives a function that raises if the writing must stop.
-        ends_with_wait: Whether to stop writing when the waiting caller is interrupted, because it
-            reads states that may then change.
         doing: Start of an error's message.
 
     Attributes:
         problem: The error, after the end; "" if there was none.
     """
 
-    def __init__(self, write: Callable[[Callable[[], None]], None], ends_with_wait: bool, doing: str) -> None:
+    def __init__(self, doing: str) -> None:
         self.problem = ""
+        self._doing = doing
         self._pid = os.getpid()  # a forked child does not have the thread
-        self._ends_with_wait = ends_with_wait
         self._is_cancelled = False
+        self._thread: threading.Thread | None = None
         self._ended = threading.Event()
-        thread = threading.Thread(target=self._run, args=(write, doing), name="ddpkit-checkpoint", daemon=False)
+
+    def start(self, write: Callable[[Callable[[], None]], None]) -> None:
+        """Write this rank's part by this function, which receives one that raises if it must stop."""
+        self._thread = threading.Thread(target=self._run, args=(write,), name="ddpkit-checkpoint", daemon=False)
         try:
-            thread.start()
+            self._thread.start()
         except RuntimeError:  # no thread starts while Python exits
-            self._run(write, doing)
+            self._run(write)
+
+    def cancel(self) -> None:
+        """Stop writing, because nobody waits any more and the states may change."""
+        self._is_cancelled = True
 
     def wait(self) -> str:
         """Wait for the thread; return its error, "" if there was none."""
-        try:
-            if self._pid == os.getpid():
-                # not the thread's own join(): if that is interrupted, nobody waits for the thread
-                self._ended.wait()
-        except BaseException:
-            self._is_cancelled = self._ends_with_wait
-            raise
+        has_begun = self._thread is not None and self._thread.ident is not None  # else the start was interrupted
+        if has_begun and self._pid == os.getpid():
+            # not the thread's own join(): if that is interrupted, nobody waits for the thread
+            self._ended.wait()
         return self.problem
 
-    def _run(self, write: Callable[[Callable[[], None]], None], doing: str) -> None:
+    def _run(self, write: Callable[[Callable[[], None]], None]) -> None:
         try:
             write(self._check)
         except Exception as error:
-            self.problem = f"{doing}{explain(error)}"
-            if doing:  # nobody may be waiting for it
+            self.problem = f"{self._doing}{explain(error)}"
+            if self._doing:  # nobody may be waiting for it
                 _log.error("%s", self.problem)
         finally:
             self._ended.set()

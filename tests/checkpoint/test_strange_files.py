@@ -133,7 +133,9 @@ def test_a_list_that_is_no_list_is_neither_waited_for_nor_read(
     make(tmp_path / "latest")
     for latest, best, saved in on_ranks(uses_with, nprocs, tmp_path, timeout=20.0):
         assert latest == best
-        assert re.match(rf"(Rank 0: )?Cannot read the list of .*({STRANGE[make]}): '{tmp_path}/latest'. Delete it", latest)
+        assert re.match(
+            rf"(Rank 0: )?Cannot read the list of .*({STRANGE[make]}): '{tmp_path}/latest'. Delete it", latest
+        )
         assert re.match(rf"(Rank 0: )?Saved .*, which is complete, but cannot list it in .*({STRANGE[make]})", saved)
     with pytest.raises(CheckpointError, match=STRANGE[make]):
         Checkpointer(tmp_path).steps()
