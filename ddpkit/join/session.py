@@ -433,7 +433,7 @@ class StoreBarrier:
         count = f"{len(missing)} of {len(self._ranks)} ranks"
         text = f"{self.name}: {count} did not arrive within {why['seconds']:g} s"
         text += f": {_names(missing)}. Arrived: {_names(arrived)}."
-        elsewhere = {int(rank): note for rank, note in why["elsewhere"].items() if rank.isdecimal()}
+        elsewhere = {int(rank): note for rank, note in why["elsewhere"].items() if rank.isdecimal() and len(rank) < 10}
         for rank, note in elsewhere.items():
             text += f" Rank {rank} {note}."
         if me in why["missing"]:

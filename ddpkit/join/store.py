@@ -16,8 +16,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from ..errors import LaunchError
-from ..launch.environment import derive_port
+from ..errors import LaunchError, printable
+from ..launch import environment
 from ..launch.launch import JOB_IDS, Launch
 from ..parsing import refuse_text
 from . import sockets
@@ -160,7 +160,7 @@ def share_over_pmi(value: str | None) -> str:
     try:
         with os.fdopen(os.dup(int(os.environ["PMI_FD"])), "r+b", buffering=0) as pipe:
             return _share(pipe, value)
-    except OSError as error:
+    except (OSError, ValueError, KeyError, OverflowError) as error:  # what a strange descriptor or answer causes
         raise LaunchError(
             f"The MPI launcher does not answer on the descriptor in PMI_FD ({error}). Did a rank start this process? "
             "It inherits the launcher's variables but is not a rank: start it without PMI_RANK and "
@@ -234,7 +234,7 @@ def find_master(launch: Launch, timeout: timedelta) -> tuple[dist.Store, str, in
             "host of rank 0 and MASTER_PORT to a free port there: mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29400 ..."
         )
     address = "127.0.0.1"
-    port = derive_port(*(os.environ.get(name, "") for name in JOB_IDS))
+    port = environment.derive_port(*(os.environ.get(name, "") for name in JOB_IDS))
     return open_store(address, port, launch.rank == 0, timeout), address, port
 
 
@@ -243,8 +243,9 @@ def _find_over_pmi(launch: Launch, host: str, timeout: timedelta) -> tuple[dist.
         server = host_on(host)
         share_over_pmi(f"{server.host}|{server.port}")
         return server, server.host, server.port
-    address, _, port = share_over_pmi(None).partition("|")
-    return open_store(address, int(port), False, timeout), address, int(port)
+    address, _, text = share_over_pmi(None).partition("|")
+    port = environment.port(text)
+    return open_store(address, port, False, timeout), address, port
 
 
 def _host(address: str, port: int, timeout: timedelta) -> dist.Store:
@@ -304,7 +305,7 @@ def wait_for_listener(address: str, port: int, deadline: float) -> None:
                     "Is rank 0 running there, and the port open?"
                 ) from None
         if not logged and waited > _NEWS:
-            log.warning("waiting for rank 0 at %s:%d", address, port)
+            log.warning("waiting for rank 0 at %s:%d", printable(address), port)
             logged = True
         pause()
 

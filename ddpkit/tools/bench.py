@@ -6,7 +6,6 @@ import argparse
 import json
 import random
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from .. import Context, LaunchError, PeerError, __version__, all_reduce, detect_
 from ..job.device import count_accelerators
 from ..job.job import checked_device
 from ..join.members import usable_cores
-from .cli import announce, checked_by, count, positive, positive_seconds, table
+from .cli import announce, checked_by, count, positive, positive_seconds, show, table
 
 SCHEMA = 3  # of the JSON object; raised when a key changes its meaning or goes away
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
@@ -70,11 +69,14 @@ def run(args: argparse.Namespace) -> int:
             outcomes = [measure(args)]
     except (BadFlag, LaunchError, _RankFailed) as error:
         if rank == 0:
-            print(f"python -m ddpkit bench: error: {error}", file=sys.stderr)
+            show(f"python -m ddpkit bench: error: {error}", on_stderr=True)
         return 2 if isinstance(error, BadFlag) else 1
     if rank == 0:
         report = make_report(outcomes)
-        print(json.dumps(report, indent=2) if args.json else text(report))
+        if args.json:
+            print(json.dumps(report, indent=2))
+        else:
+            show(text(report))
     return 0
 
 
