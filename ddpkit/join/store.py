@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import logging
 import os
 import re
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from io import FileIO
@@ -47,6 +50,26 @@ def _nothing() -> None:
     pass
 
 
+ports: set[int] = set()  # of the stores that this process has used
+_abandoned: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_AT_EXIT = 1.0  # seconds in which abandoned threads end
+
+
+@functools.cache
+def _end_threads_at_exit() -> None:
+    """Let no thread return from torch's code to an interpreter that has ended: that would abort the process."""
+
+    def end() -> None:
+        deadline = time.monotonic() + _AT_EXIT
+        waiting = [thread for thread in _abandoned if thread.is_alive()]
+        for port in ports if waiting else ():
+            sockets.cut(sockets.sockets_to(port))
+        for thread in waiting:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    atexit.register(end)
+
+
 def call_with_timeout(work: Callable[[], T], seconds: float, check: Callable[[], None] = _nothing) -> T:
     """Call a function in a new thread, and return its value or raise its error.
 
@@ -65,12 +88,14 @@ def call_with_timeout(work: Callable[[], T], seconds: float, check: Callable[[],
             errors.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
+    _end_threads_at_exit()
     deadline = time.monotonic() + seconds
     try:
         thread.start()
     except RuntimeError:  # Python 3.12.0 and 3.12.1 start no thread at exit
         run()
     else:
+        _abandoned.add(thread)  # if it lives on
         while thread.is_alive() and time.monotonic() < deadline:
             thread.join(min(deadline - time.monotonic(), 1.0))
             check()
@@ -281,6 +306,7 @@ def connect_to_store(address: str, port: int, timeout: timedelta) -> dist.Store:
         LaunchError: If the listener there is not a store, or does not answer.
     """
     patience = min(timeout.total_seconds(), _GREETING)
+    ports.add(port)
     try:  # torch waits without a time-out for the answer to its greeting
         return call_with_timeout(lambda: dist.TCPStore(address, port, is_master=False, timeout=timeout), patience)
     except (RuntimeError, TimeoutError) as error:

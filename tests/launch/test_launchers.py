@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpkit import LaunchError, detect_launch
+from ddpkit.join.store import share_over_pmi
 from ddpkit.launch.detection import first_host
 from ddpkit.launch.launch import forgotten_launcher
 from ddpkit.launch.process_tree import find_agent, outer_launch, typed_in_terminal
@@ -657,3 +658,10 @@ def test_numbers_of_any_length_and_alphabet_are_read_or_refused(env: dict[str, s
         else:
             outer_launch(env | {"PET_NNODES": text}, launch, env | {name: text})
             outer_launch(env, launch, env | {"GROUP_WORLD_SIZE": text})
+
+
+@pytest.mark.parametrize("text", [MANY, "x", "9" * 20, "-1", "99"])
+def test_a_strange_descriptor_of_hydra_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PMI_FD", text)
+    with pytest.raises(LaunchError, match="does not answer on the descriptor in PMI_FD"):
+        share_over_pmi(None)
