@@ -46,6 +46,10 @@ class DdpkitError(RuntimeError):
             error.add_note(docs_line(cls._page))
         return error
 
+    def __str__(self) -> str:
+        """Return the message; it may quote what other processes wrote."""
+        return printable(super().__str__())
+
     def __reduce__(self) -> tuple[Any, ...]:  # subclasses take keywords, which the default cannot unpickle
         state = {name: value for name, value in self.__dict__.items() if name != "_made"}
         return _rebuild, (type(self), self.args, state)
@@ -290,7 +294,7 @@ def report_of(error: DdpkitError) -> str:
     if stack:
         shown = [frame for frame in stack if not frame.filename.startswith(_OURS)] or stack
         lines += ["", "Traceback (most recent call last):", "".join(traceback.format_list(shown)).rstrip("\n")]
-    return "\n".join(lines) + "\n"
+    return printable("\n".join(lines)) + "\n"
 
 
 def trace_of(error: BaseException) -> str:
@@ -314,6 +318,6 @@ def trace_of(error: BaseException) -> str:
 def printable(text: str) -> str:
     """Escape characters that no encoding has (surrogates of broken file names) and terminal control characters.
 
-    Newlines and tabs stay.
+    Newlines and tabs stay. All text that another process may have written goes through it before it is shown.
     """
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

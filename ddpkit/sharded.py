@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .checkpoint.files import SummedFile, reading_from, verify, write_durably, writing_into
+from .checkpoint.files import SummedFile, open_file, reading_from, verify, write_durably, writing_into
 from .checkpoint.folder import is_folder_of
 from .checkpoint.loading import explain_loss
 from .checkpoint.saving import explain_differences, merge_problems
@@ -288,7 +288,7 @@ def write_pieces(folder: Path, rank: int, pieces: Pieces, check: Callable[[], No
             write_durably(path, write)
     except BaseException:
         with suppress(OSError):
-            open(folder / _failed_name_of(rank), "xb").close()  # rank 0 waits for one of the two
+            open_file(folder / _failed_name_of(rank), "xb").close()  # rank 0 waits for one of the two
         raise
 
 
@@ -328,7 +328,7 @@ class SavedPieces:
         """Verify the checksums of this rank's share of the files."""
         for rank in self._writers[get_rank() :: get_world_size()]:
             path = self._folder / _name_of(rank)
-            with reading_from(path), open(path, "rb") as file:
+            with reading_from(path), open_file(path) as file:
                 verify(file)
 
     def explain_losses(self, objects: Mapping[str, Any], states: Mapping[str, Any]) -> list[str]:
@@ -434,7 +434,7 @@ class SavedPieces:
         path = self._folder / _name_of(piece.file)
         tensor = torch.empty(piece.sizes, dtype=dtype, device="cpu")
         data = flat_bytes(tensor).numpy()
-        with reading_from(path), open(path, "rb") as file:
+        with reading_from(path), open_file(path) as file:
             file.seek(piece.start)
             if file.readinto(data.data) < len(data):
                 raise OSError("it is too short")

@@ -181,10 +181,17 @@ class Checkpointer:
         collected = collect(path, step, score, state, own)
         check_equal(state, collected)
         try_on_all(lambda: self._prepare_folder(collected.sharded))
-        try_on_all(lambda: self._start_writing(path, collected, wait))
-        if wait:
-            self._wait_for_writing()
-        else:
+        writing = Writing("" if wait else f"Saving step {step} without waiting failed: ")
+        try:
+            try_on_all(lambda: self._start_writing(writing, path, collected, wait))
+            if wait:
+                self._wait_for_writing()
+        except BaseException:
+            if wait:  # it reads the states themselves
+                writing.cancel()
+                self._writing = None
+            raise
+        if not wait:
             current_job.finish_before_leaving(self, self.wait)
         return path
 
@@ -209,8 +216,8 @@ class Checkpointer:
             The result of `load()`; None if the folder holds no checkpoint.
 
         Raises:
-            CheckpointError: On every rank, if no checkpoint can be read, with the reason for each; or
-                as `load()` does.
+            CheckpointError: On every rank, if no checkpoint can be read, with the reason for each, or
+                `latest` exists and cannot; or as `load()` does.
             MismatchError: As `load()` does.
             TypeError: As `load()` does.
         """
@@ -252,7 +259,7 @@ class Checkpointer:
             MismatchError: If names differ between ranks, or another rank passes a bad argument.
         """
         with raise_everywhere("Checkpointer.load"):
-            file = _as_path(path)
+            file = Path(os.path.realpath(_as_path(path)))  # the file may be a link, but those in a folder may not
         self._begin_load("Checkpointer.load", objects)
         return load_file(file, objects)
 
@@ -287,11 +294,10 @@ class Checkpointer:
             if sharded is not None:
                 sharded.folder.mkdir()
 
-    def _start_writing(self, path: Path, collected: Collected, wait: bool) -> None:
+    def _start_writing(self, writing: Writing, path: Path, collected: Collected, wait: bool) -> None:
         """Start a thread that writes this rank's part; from a copy if nobody waits for it."""
         content: dict[str, Any] | None = collected.content
         sharded = collected.sharded
-        doing = "" if wait else f"Saving step {step_of(path.name)} without waiting failed: "
         if not is_main_process():
             content = None
             if sharded is None:
@@ -302,10 +308,11 @@ class Checkpointer:
         def write_it(check: Callable[[], None]) -> None:  # it keeps `self`, and so the lock, alive
             write(path, get_saved(), sharded, (self.keep, self.keep_best), check)
 
-        self._writing = Writing(write_it, wait, doing)
+        self._writing = writing
         self._is_shared = sharded is not None
         if self._lock is not None:
-            self._lock.writing = self._writing
+            self._lock.writing = writing
+        writing.start(write_it)
 
     def _wait_for_writing(self) -> None:
         """Wait for this job's unfinished writing; raise its error on every rank. Collective."""

@@ -6,9 +6,11 @@ verifies when reading.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
+import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -18,6 +20,7 @@ from typing import Any, BinaryIO
 import torch
 
 from ..errors import CheckpointError
+from ..parsing import fits
 from .states import has_names, without_tensors
 
 FORMAT = 1  # version of a checkpoint's content
@@ -26,6 +29,37 @@ _ADVICE = "Save numbers, strings, tensors, or dicts, lists and tuples of them."
 _MARK = b"\nchecksum:"
 _LAST_LINE = len(_MARK) + 8 + 1  # bytes: the mark, the checksum, a newline
 _BLOCK = 1 << 20  # bytes read at a time
+_FORM = {"step": int, "score": float | None, "state": dict, "described": dict, "rng": [dict]}  # of a content
+
+
+def open_file(path: Path, mode: str = "rb") -> Any:
+    """Open a file in a folder into which others may have put anything else; it never waits.
+
+    Raises:
+        OSError: If it is no regular file, but for example a link, a pipe or a device; if it is opened for changes and
+            has a second name, because it may be somebody's elsewhere.
+    """
+    return open(path, mode, opener=_open_regular)
+
+
+def _open_regular(path: str, flags: int) -> int:
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe would wait for its other end
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            error.strerror = "It is a link"
+        raise
+    found = os.fstat(descriptor)
+    problem = ""
+    if not stat.S_ISREG(found.st_mode):
+        problem = "It is not a regular file"
+    elif flags & os.O_RDWR and found.st_nlink > 1:
+        problem = "It has a second name (a hard link)"
+    if problem:
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, problem, path)
+    return descriptor
 
 
 def write_durably(path: Path, write: Callable[[BinaryIO], Any]) -> None:
@@ -42,7 +76,7 @@ def write_durably(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)
     try:
-        with open(temporary, "xb") as file:  # a new file: a link with this name would be followed
+        with open_file(temporary, "xb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
@@ -110,16 +144,24 @@ def read(path: Path, is_mapped: bool = False) -> tuple[dict[str, Any], str]:
     Raises:
         CheckpointError: If the file was truncated or changed, holds pickled code, or has another format.
     """
-    with reading_from(path), open(path, "rb") as file:
+    with reading_from(path), open_file(path) as file:
         checksum = verify(file)
         file.seek(0)
-        source = path if is_mapped else file
+        source = f"/dev/fd/{file.fileno()}" if is_mapped else file  # not the path: it may name another file by now
         content = torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped)
-    version = content.get("format") if isinstance(content, dict) else None
-    if version not in (FORMAT, FORMAT_WITH_PIECES):
-        found = f"its format is {version}, this ddpkit reads {FORMAT} and {FORMAT_WITH_PIECES}"
-        raise CheckpointError(f"Cannot read {path}: {found}.")
+        _check_form(content)
     return content, checksum
+
+
+def _check_form(content: Any) -> None:
+    """Raise ValueError unless this is the content of a checkpoint."""
+    found = content if isinstance(content, dict) else {}
+    version = found.get("format")
+    if version not in (FORMAT, FORMAT_WITH_PIECES):
+        raise ValueError(f"its format is {version}, this ddpkit reads {FORMAT} and {FORMAT_WITH_PIECES}.")
+    for name, kind in _FORM.items():
+        if not fits(found.get(name), kind):
+            raise ValueError(f"it has no valid {name!r}: a Checkpointer did not write it.")
 
 
 @contextmanager
@@ -166,16 +208,16 @@ class SummedFile:
 
 def verify(file: BinaryIO) -> str:
     """Verify a file's checksum, and return it; raise ValueError if it does not match."""
-    left = file.seek(0, os.SEEK_END) - _LAST_LINE
+    left = max(0, file.seek(0, os.SEEK_END) - _LAST_LINE)
+    file.seek(left)
+    last_line = file.read(_LAST_LINE)
+    if not last_line.startswith(_MARK):  # before all else: the file may be large
+        raise ValueError("its checksum is missing: it was truncated, or a Checkpointer did not write it.")
     file.seek(0)
     crc = 0
-    while left > 0:
-        block = file.read(min(_BLOCK, left))
+    while left and (block := file.read(min(_BLOCK, left))):
         crc = zlib.crc32(block, crc)
         left -= len(block)
-    last_line = file.read()
-    if not last_line.startswith(_MARK):
-        raise ValueError("its checksum is missing: it was truncated, or a Checkpointer did not write it.")
     if last_line != _last_line(crc):
         raise ValueError("its checksum does not match: it was damaged.")
     return f"{crc:08x}"

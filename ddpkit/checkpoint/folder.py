@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, describe_error, message_of, printable
-from .files import write_durably
+from .files import open_file, write_durably
 
 Scores = dict[str, float | None]  # by a checkpoint's name, the last written first
 
 _log = logging.getLogger(__name__)
 _LIST = "latest"
+_LIST_LENGTH = 1 << 24  # bytes
 _CHECKPOINT = re.compile(r"step-(\d{9,})\.pt")
 _PIECES = re.compile(r"(step-\d{9,})\.[0-9a-f]{16}")  # folder with the pieces of sharded tensors
 _LEFT_OVER = re.compile(rf"({_CHECKPOINT.pattern}|{_LIST})\.tmp")  # of a killed writer
@@ -45,8 +46,12 @@ def step_of(name: str) -> int:
 
 
 def find_checkpoints(folder: Path) -> list[str]:
-    """List the checkpoints' names, the last written first; then those not in `latest`, the greatest step first."""
-    listed = list(_read_list(folder))  # before the files: another job may write one and list it
+    """List the checkpoints' names, the last written first; then those not in `latest`, the greatest step first.
+
+    Raises:
+        CheckpointError: If `latest` exists and cannot be read.
+    """
+    listed = list(_scores_in(folder))  # before the files: another job may write one and list it
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -56,24 +61,33 @@ def find_checkpoints(folder: Path) -> list[str]:
 
 
 def find_best(folder: Path) -> list[str]:
-    """List the names in `latest` that have a score, the greatest first, NaN last."""
-    return _rank_by_score(_read_list(folder))
+    """List the names in `latest` that have a score, the greatest first, NaN last; raise like `find_checkpoints()`."""
+    return _rank_by_score(_scores_in(folder))
+
+
+def _scores_in(folder: Path) -> Scores:
+    try:
+        return _read_list(folder)
+    except OSError as error:
+        remedy = "Delete it: load_latest() then loads the greatest step."
+        raise CheckpointError(f"Cannot read the list of checkpoints: {error}. {remedy}") from error
 
 
 def _read_list(folder: Path) -> Scores:
-    """Read `latest`, without names of missing files; {} if it cannot be read."""
-    try:
-        text = (folder / _LIST).read_text(errors="replace")
-    except OSError:
-        return {}
+    """Read `latest`, without names of missing files; {} if there is none. Raise OSError if it cannot be read."""
+    path = folder / _LIST
     listed: Scores = {}
-    for line in text.splitlines():
-        name, _, score = line.partition(" ")
-        if not _is_checkpoint(folder, name):
-            continue
-        listed.setdefault(name, None)
-        with suppress(ValueError):
-            listed[name] = float(score)
+    with suppress(FileNotFoundError), open_file(path) as file:
+        text = file.read(_LIST_LENGTH + 1)
+        if len(text) > _LIST_LENGTH:
+            raise OSError(errno.EFBIG, f"It has more than {_LIST_LENGTH} bytes", str(path))
+        for line in text.decode(errors="replace").splitlines():
+            name, _, score = line.partition(" ")
+            if not _is_checkpoint(folder, name):
+                continue
+            listed.setdefault(name, None)
+            with suppress(ValueError):
+                listed[name] = float(score)
     return listed
 
 
@@ -88,18 +102,18 @@ def list_and_prune(path: Path, score: float | None, keep: int, keep_best: int, p
         pieces: Name of the folder of its pieces, if it has one.
 
     Raises:
-        CheckpointError: If `latest` cannot be written; then nothing is deleted.
+        CheckpointError: If `latest` cannot be read or written; then nothing is deleted.
     """
     folder = path.parent
-    former = _read_list(folder)
-    former.pop(path.name, None)
-    listed: Scores = {path.name: score, **former}
-    last = list(listed)[:keep]
-    best = _rank_by_score(listed)[:keep_best]
-    kept = [name for name in listed if name in last or name in best]
-    lines = [name if listed[name] is None else f"{name} {listed[name]!r}" for name in kept]
-    text = "".join(f"{line}\n" for line in lines)
     try:
+        former = _read_list(folder)
+        former.pop(path.name, None)
+        listed: Scores = {path.name: score, **former}
+        last = list(listed)[:keep]
+        best = _rank_by_score(listed)[:keep_best]
+        kept = [name for name in listed if name in last or name in best]
+        lines = [name if listed[name] is None else f"{name} {listed[name]!r}" for name in kept]
+        text = "".join(f"{line}\n" for line in lines)
         write_durably(folder / _LIST, lambda file: file.write(text.encode()))
     except OSError as error:
         raise CheckpointError(
@@ -200,10 +214,9 @@ class FolderLock:
         self.writing: Writing | None = None
         self._folder = folder
         self._me = f"process {self.pid} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"
-        # a link would be followed to a foreign file
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._file = os.open(folder / _LOCK_FILE, flags, 0o666)
-        weakref.finalize(self, os.close, self._file)
+        file = open_file(folder / _LOCK_FILE, "a+b")
+        self._file = file.fileno()
+        weakref.finalize(self, file.close)
         try:
             # unlike flock's, not shared with forked workers
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -231,44 +244,46 @@ class Writing:
     """A checkpoint written by a thread. The process does not exit before it is complete, unless it is killed.
 
     Args:
-        write: Writes this rank's part. It receives a function that raises if the writing must stop.
-        ends_with_wait: Whether to stop writing when the waiting caller is interrupted, because it
-            reads states that may then change.
         doing: Start of an error's message.
 
     Attributes:
         problem: The error, after the end; "" if there was none.
     """
 
-    def __init__(self, write: Callable[[Callable[[], None]], None], ends_with_wait: bool, doing: str) -> None:
+    def __init__(self, doing: str) -> None:
         self.problem = ""
+        self._doing = doing
         self._pid = os.getpid()  # a forked child does not have the thread
-        self._ends_with_wait = ends_with_wait
         self._is_cancelled = False
+        self._thread: threading.Thread | None = None
         self._ended = threading.Event()
-        thread = threading.Thread(target=self._run, args=(write, doing), name="ddpkit-checkpoint", daemon=False)
+
+    def start(self, write: Callable[[Callable[[], None]], None]) -> None:
+        """Write this rank's part by this function, which receives one that raises if it must stop."""
+        self._thread = threading.Thread(target=self._run, args=(write,), name="ddpkit-checkpoint", daemon=False)
         try:
-            thread.start()
+            self._thread.start()
         except RuntimeError:  # no thread starts while Python exits
-            self._run(write, doing)
+            self._run(write)
+
+    def cancel(self) -> None:
+        """Stop writing, because nobody waits any more and the states may change."""
+        self._is_cancelled = True
 
     def wait(self) -> str:
         """Wait for the thread; return its error, "" if there was none."""
-        try:
-            if self._pid == os.getpid():
-                # not the thread's own join(): if that is interrupted, nobody waits for the thread
-                self._ended.wait()
-        except BaseException:
-            self._is_cancelled = self._ends_with_wait
-            raise
+        has_begun = self._thread is not None and self._thread.ident is not None  # else the start was interrupted
+        if has_begun and self._pid == os.getpid():
+            # not the thread's own join(): if that is interrupted, nobody waits for the thread
+            self._ended.wait()
         return self.problem
 
-    def _run(self, write: Callable[[Callable[[], None]], None], doing: str) -> None:
+    def _run(self, write: Callable[[Callable[[], None]], None]) -> None:
         try:
             write(self._check)
         except Exception as error:
-            self.problem = f"{doing}{explain(error)}"
-            if doing:  # nobody may be waiting for it
+            self.problem = f"{self._doing}{explain(error)}"
+            if self._doing:  # nobody may be waiting for it
                 _log.error("%s", self.problem)
         finally:
             self._ended.set()

@@ -28,6 +28,7 @@ from ..join.store import (
     call_with_timeout,
     find_master,
     open_store,
+    ports,
     reachable,
     store_outlives_ranks,
     without_prefixes,
@@ -153,8 +154,7 @@ def _join(job: Job, opened: OpenStore, orphaned: Callable[[], str]) -> tuple[Ses
     session = Session(store, me.rank, members.hosts, timeout, members.node_of, orphaned)
     session.explain = cause_of
     session.store_host = opened.host or 0
-    if launch.rank != opened.host:
-        session.store_connections = connections_to(opened.store)
+    session.store_connections = connections_to(opened.store)
     job.session = session
     job.group = reference(current_group())
     job.launch = complete_launch(launch, members)
@@ -190,7 +190,10 @@ def _address_of(store: dist.Store) -> tuple[str | None, int | None]:
 def connections_to(store: dist.Store) -> set[int]:
     """Return this process's sockets connected to a store, as inode numbers."""
     _, port = _address_of(store)
-    return set() if port is None else sockets_to(port)
+    if port is None:
+        return set()
+    ports.add(port)
+    return sockets_to(port)
 
 
 def host_address(store: dist.Store) -> str:

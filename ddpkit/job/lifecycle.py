@@ -521,7 +521,7 @@ def report(error: BaseException) -> BaseException:
     try:
         return _report(error)
     except DdpkitError as heard:  # raised meanwhile by the watch, which raises only once
-        return _report(heard)
+        return _report(heard if isinstance(error, Exception) else error)
 
 
 def _report(error: BaseException) -> BaseException:

@@ -14,6 +14,7 @@ from ..errors import LaunchError
 from ..join.failures import JobContinues
 from ..join.rendezvous import Generation, StartedByRank
 from ..join.store import connect_to_store, open_store, store_outlives_ranks, wait_for_listener
+from ..launch import environment
 from ..launch.detection import detect_launch
 from ..launch.launch import Launch
 
@@ -28,9 +29,9 @@ def tell_peers(error: Exception, launch: Launch | None) -> None:
         launch = launch or detect_launch(os.environ)
     reason = f"on {socket.gethostname()} could not join: {error}"
     if launch is None:  # the environment is contradictory
-        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-        if address and port.isdecimal():
-            refuse_job(address, int(port), f"A process {reason}")
+        address, port = os.environ.get("MASTER_ADDR"), environment.port(os.environ.get("MASTER_PORT"))
+        if address and port:
+            refuse_job(address, port, f"A process {reason}")
         return
     if launch.world_size == 1 or launch.master_addr is None or launch.master_port is None:
         return

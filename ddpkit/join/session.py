@@ -84,7 +84,7 @@ class Session:
         self.connections: set[int] = set()
         self.store_connections: set[int] = set()
         self._pid = os.getpid()
-        self._deadlines: dict[int, float] = {}  # end of each thread's current wait
+        self._deadlines: dict[int, tuple[float, bool]] = {}  # end of each thread's current wait, if it is the last
         self._counts: dict[tuple[str, Ranks | None], int] = {}  # uses of each name, by the ranks that meet
         self._used: dict[Ranks | None, list[str]] = {}  # keys of these ranks' last meeting
 
@@ -194,7 +194,7 @@ class Session:
     @property
     def deadline(self) -> float | None:
         """Return the end of this rank's current wait, the first of its threads'; None if there is none."""
-        return min(list(self._deadlines.values()), default=None)
+        return min((end for end, _ in list(self._deadlines.values())), default=None)
 
     def is_waiting(self, thread: int | None) -> bool:
         """Return whether the thread of this identity is in a wait."""
@@ -223,7 +223,7 @@ class Session:
                 if time.monotonic() > deadline:
                     break
                 pause()
-        with self._deadline(_AFTERWARDS):  # the store has answered so far
+        with self._deadline(_AFTERWARDS, is_last=True):  # the store has answered so far
             self.show_ranks()
             failure = self.failures.look_up()
             value = ready()  # it may have arrived meanwhile
@@ -278,11 +278,15 @@ class Session:
                 time.sleep(0.01)
 
     @contextmanager
-    def _deadline(self, timeout: timedelta) -> Iterator[float]:
+    def _deadline(self, timeout: timedelta, is_last: bool = False) -> Iterator[float]:
+        """Set the end of this thread's wait; what is inside of the last one, after a time-out, does not prolong it."""
         thread = threading.get_ident()
         deadline = time.monotonic() + timeout.total_seconds()
         outer = self._deadlines.get(thread)
-        self._deadlines[thread] = deadline
+        if outer is not None and outer[1]:
+            deadline = min(deadline, outer[0])
+            is_last = True
+        self._deadlines[thread] = deadline, is_last
         try:
             yield deadline
         finally:
@@ -335,6 +339,7 @@ class StoreBarrier:
         self._store = session.store
         self._key = key
         self._timeout = timeout
+        self._ends_at = time.monotonic() + timeout.total_seconds()
         self.name = key.rpartition("/")[0]
         self.counter = f"{key}/arrived"
         self._note = f"waits/{session.rank}"  # where this rank records where it waits
@@ -350,7 +355,8 @@ class StoreBarrier:
             return
         self._note_at = time.monotonic() + min(_NOTED_AFTER, self._timeout.total_seconds() / 2)
         try:
-            self._session.until(self._is_complete, self._timeout, self._give_up)
+            left = timedelta(seconds=self._ends_at - time.monotonic())  # a slow store may have taken some
+            self._session.until(self._is_complete, left, self._give_up)
         except BarrierTimeoutError:
             self._store.set(self._note, f"timed out in {self.name}")
             raise
@@ -434,7 +440,7 @@ class StoreBarrier:
         count = f"{len(missing)} of {len(self._ranks)} ranks"
         text = f"{self.name}: {count} did not arrive within {why['seconds']:g} s"
         text += f": {_names(missing)}. Arrived: {_names(arrived)}."
-        elsewhere = {int(rank): note for rank, note in why["elsewhere"].items() if rank.isdecimal()}
+        elsewhere = {int(rank): note for rank, note in why["elsewhere"].items() if rank.isdecimal() and len(rank) < 10}
         for rank, note in elsewhere.items():
             text += f" Rank {rank} {note}."
         if me in why["missing"]:

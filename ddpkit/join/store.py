@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import logging
 import os
 import re
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from io import FileIO
@@ -16,8 +19,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from ..errors import LaunchError
-from ..launch.environment import derive_port
+from ..errors import LaunchError, printable
+from ..launch import environment
 from ..launch.launch import JOB_IDS, Launch
 from ..parsing import refuse_text
 from . import sockets
@@ -47,6 +50,26 @@ def _nothing() -> None:
     pass
 
 
+ports: set[int] = set()  # of the stores that this process has used
+_abandoned: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_AT_EXIT = 1.0  # seconds in which abandoned threads end
+
+
+@functools.cache
+def _end_threads_at_exit() -> None:
+    """Let no thread return from torch's code to an interpreter that has ended: that would abort the process."""
+
+    def end() -> None:
+        deadline = time.monotonic() + _AT_EXIT
+        waiting = [thread for thread in _abandoned if thread.is_alive()]
+        for port in ports if waiting else ():
+            sockets.cut(sockets.sockets_to(port))
+        for thread in waiting:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    atexit.register(end)
+
+
 def call_with_timeout(work: Callable[[], T], seconds: float, check: Callable[[], None] = _nothing) -> T:
     """Call a function in a new thread, and return its value or raise its error.
 
@@ -65,12 +88,14 @@ def call_with_timeout(work: Callable[[], T], seconds: float, check: Callable[[],
             errors.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
+    _end_threads_at_exit()
     deadline = time.monotonic() + seconds
     try:
         thread.start()
     except RuntimeError:  # Python 3.12.0 and 3.12.1 start no thread at exit
         run()
     else:
+        _abandoned.add(thread)  # if it lives on
         while thread.is_alive() and time.monotonic() < deadline:
             thread.join(min(deadline - time.monotonic(), 1.0))
             check()
@@ -160,7 +185,7 @@ def share_over_pmi(value: str | None) -> str:
     try:
         with os.fdopen(os.dup(int(os.environ["PMI_FD"])), "r+b", buffering=0) as pipe:
             return _share(pipe, value)
-    except OSError as error:
+    except (OSError, ValueError, KeyError, OverflowError) as error:  # what a strange descriptor or answer causes
         raise LaunchError(
             f"The MPI launcher does not answer on the descriptor in PMI_FD ({error}). Did a rank start this process? "
             "It inherits the launcher's variables but is not a rank: start it without PMI_RANK and "
@@ -234,7 +259,7 @@ def find_master(launch: Launch, timeout: timedelta) -> tuple[dist.Store, str, in
             "host of rank 0 and MASTER_PORT to a free port there: mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29400 ..."
         )
     address = "127.0.0.1"
-    port = derive_port(*(os.environ.get(name, "") for name in JOB_IDS))
+    port = environment.derive_port(*(os.environ.get(name, "") for name in JOB_IDS))
     return open_store(address, port, launch.rank == 0, timeout), address, port
 
 
@@ -243,8 +268,9 @@ def _find_over_pmi(launch: Launch, host: str, timeout: timedelta) -> tuple[dist.
         server = host_on(host)
         share_over_pmi(f"{server.host}|{server.port}")
         return server, server.host, server.port
-    address, _, port = share_over_pmi(None).partition("|")
-    return open_store(address, int(port), False, timeout), address, int(port)
+    address, _, text = share_over_pmi(None).partition("|")
+    port = environment.port(text)
+    return open_store(address, port, False, timeout), address, port
 
 
 def _host(address: str, port: int, timeout: timedelta) -> dist.Store:
@@ -280,6 +306,7 @@ def connect_to_store(address: str, port: int, timeout: timedelta) -> dist.Store:
         LaunchError: If the listener there is not a store, or does not answer.
     """
     patience = min(timeout.total_seconds(), _GREETING)
+    ports.add(port)
     try:  # torch waits without a time-out for the answer to its greeting
         return call_with_timeout(lambda: dist.TCPStore(address, port, is_master=False, timeout=timeout), patience)
     except (RuntimeError, TimeoutError) as error:
@@ -304,7 +331,7 @@ def wait_for_listener(address: str, port: int, deadline: float) -> None:
                     "Is rank 0 running there, and the port open?"
                 ) from None
         if not logged and waited > _NEWS:
-            log.warning("waiting for rank 0 at %s:%d", address, port)
+            log.warning("waiting for rank 0 at %s:%d", printable(address), port)
             logged = True
         pause()
 

@@ -101,7 +101,7 @@ def _read_platform(env: Mapping[str, str], launcher: Launcher | None) -> Reading
         told_rank, told_size = [reading.values[field] for field in RANKS]
         if told_size < world_size or (told_size == world_size and told_rank != rank):
             told = f"{reading.said('rank')}, {reading.said('world_size')}"
-            started = ", ".join(f"{name}={env[name]}" for name in names)
+            started = ", ".join(map(reading.shown, names))
             reading.wrong.append(f"{told} contradict {started} (does a job script export them? then unset them there)")
     if reading.values.get("world_size") == 1 and not reading.wrong:
         _refuse_copies(reading)
@@ -118,9 +118,9 @@ def _refuse_copies(reading: Reading) -> None:
     sizes = [launcher.needs["world_size"] for launcher in MPI_AND_SLURM]
     signs = [name for name in sizes if environment.number(reading.env.get(name)) > 1]
     for sign in (*signs, *environment.nodes(reading.env)):
-        reading.evidence.append(f"{sign}={reading.env[sign]}")
+        reading.evidence.append(reading.shown(sign))
         reading.wrong.append(
-            f"{reading.said('world_size')} contradicts {sign}={reading.env[sign]}: each of several processes would run "
+            f"{reading.said('world_size')} contradicts {reading.shown(sign)}: each of several processes would run "
             f"alone (to allow this, unset {sign})"
         )
 
@@ -145,11 +145,11 @@ def read_step(env: Mapping[str, str]) -> Reading:
     """Read a task's place in its step, and derive the address at which all tasks meet."""
     step = Reading(SLURM, env)
     host = step.read("SLURM_STEP_NODELIST", first_host)
-    layout = env.get("SLURM_STEP_TASKS_PER_NODE", "")
-    even = re.fullmatch(r"(\d+)(?:\(x\d+\))?", layout)
-    if even:  # else setup() asks the other ranks
-        step.values["local_world_size"] = int(even[1])
-        step.evidence.append(f"SLURM_STEP_TASKS_PER_NODE={layout}")
+    layout = "SLURM_STEP_TASKS_PER_NODE"
+    even = re.sub(r"\(x\d+\)$", "", env.get(layout, ""))
+    if environment.number(even):  # else setup() asks the other ranks
+        step.values["local_world_size"] = environment.number(even)
+        step.evidence.append(step.shown(layout))
     if step.values.get("world_size") == 1:
         meet_nobody(step)
         warning = warn_of_allocation(env, "SLURM_NTASKS")

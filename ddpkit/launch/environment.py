@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from ..errors import LaunchError
+from ..errors import LaunchError, printable
 from .launch import ALLOCATIONS, LOCAL, MASTER, RANKS, Launch, Launcher
 
 # Platforms that start one process per node and leave the ranks to torchrun: without it, each process would consider
@@ -52,9 +52,15 @@ def processes(env: Mapping[str, str]) -> list[str]:
 
 
 def number(text: str | None) -> int:
-    """Return a number, or the maximum of a range such as torchrun's 1:4; 0 for another text."""
-    found = re.fullmatch("(?:[0-9]+:)?([0-9]{1,9})", text or "")
+    """Return a number, or the maximum of a range such as torchrun's 1:4; 0 for another text, or one too long."""
+    found = re.fullmatch("(?:[0-9]+:)?([0-9]{1,9})", (text or "").strip())
     return int(found[1]) if found else 0
+
+
+def port(text: str | None) -> int:
+    """Return a port; 0 for another text."""
+    found = number(text)
+    return found if found < 1 << 16 else 0
 
 
 def _count(text: str) -> int:
@@ -100,7 +106,7 @@ class Reading:
             self._names[field] = next((name for name in names if name in env), names[0])
         for name in launcher.signs:
             if name in env and name not in self._names.values():
-                self.evidence.append(f"{name}={env[name]}")
+                self.evidence.append(self.shown(name))
         for field, name in self._names.items():
             if name in env or field in launcher.needs:
                 value = self.read(name, partial(_parse, field))
@@ -112,12 +118,16 @@ class Reading:
         if name not in self.env:
             self.missing.append(name)
             return None
-        self.evidence.append(f"{name}={self.env[name]}")
+        self.evidence.append(self.shown(name))
         try:
             return parse(self.env[name])
         except ValueError as error:
-            self.wrong.append(f"{name}={self.env[name]} is {error}")
+            self.wrong.append(f"{self.shown(name)} is {error}")
             return None
+
+    def shown(self, name: str) -> str:
+        """Return a variable as "NAME=value", a long value shortened."""
+        return f"{name}={self.env[name]}"[:_VARIABLE_LENGTH]
 
     def said(self, field: str) -> str:
         """Return the source of a value, such as "RANK=3"."""
@@ -131,9 +141,9 @@ class Reading:
         for field, name in names.items():
             if name not in self.env or field not in self.values:
                 continue
-            self.evidence.append(f"{name}={self.env[name]}")
+            self.evidence.append(self.shown(name))
             if self.env[name] != str(self.values[field]):
-                clash = f"{name}={self.env[name]} contradicts {self.said(field)}"
+                clash = f"{self.shown(name)} contradicts {self.said(field)}"
                 self.wrong.append(f"{clash} (does a job script export it? then unset it there)")
 
     def launch(self) -> Launch:
@@ -175,7 +185,7 @@ class Reading:
         if self.missing:
             verb = "is" if len(self.missing) == 1 else "are"
             problems.insert(0, f"{', '.join(self.missing)} {verb} not set")
-        found = ", ".join(line[:_VARIABLE_LENGTH] for line in self.evidence)
+        found = ", ".join(self.evidence)
         told = (self._names["rank"], self._names["world_size"])
         marks = (*self.launcher.signs, *told, *RANKS.values(), *LOCAL.values())
         unset = [name for name in dict.fromkeys(marks) if name in self.env]
@@ -187,8 +197,8 @@ class Reading:
 
 
 def filled(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that are not empty; many scripts set a rank of -1 for "not distributed"."""
-    found = {name: text.strip() for name, text in env.items() if text.strip()}
+    """Return the variables that are not empty, printable; many scripts set a rank of -1 for "not distributed"."""
+    found = {name: printable(text.strip()) for name, text in env.items() if text.strip()}
     if found.get("WORLD_SIZE", "1") == "1":
         for name in ("RANK", "LOCAL_RANK"):
             if found.get(name) == "-1":
@@ -219,7 +229,7 @@ def derive_port(*parts: str) -> int:
 
     This is below the range from which Linux assigns ports, and below torch's 29500.
     """
-    return 10_000 + zlib.crc32("\0".join(parts).encode()) % 19_500
+    return 10_000 + zlib.crc32("\0".join(parts).encode(errors="replace")) % 19_500
 
 
 def _parse(field: str, text: str) -> Any:
@@ -232,6 +242,6 @@ def _parse(field: str, text: str) -> Any:
     if field == "master_port":
         most = 65535
         bounds = f"from {least} to {most}"
-    if not re.fullmatch("[0-9]+", text) or not least <= int(text) <= most:
+    if not re.fullmatch("[0-9]{1,19}", text) or not least <= int(text) <= most:
         raise ValueError(f"not an integer {bounds}")
     return int(text)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..errors import LaunchError
 from .detection import detect_launch
-from .environment import Reading, filled
+from .environment import Reading, filled, number
 from .launch import MPI_AND_SLURM, PLATFORM, RANKS, Launch, forgotten_launcher
 
 
@@ -145,7 +145,7 @@ def child_processes(pid: int | str = "self") -> list[int]:
 
 
 def _stat(pid: int) -> list[str]:
-    with open(f"/proc/{pid}/stat") as file:
+    with open(f"/proc/{pid}/stat", errors="replace") as file:  # the name of the program may be any bytes
         return file.read().rpartition(")")[2].split()  # state, parent, process group, session, terminal, ...
 
 
@@ -168,18 +168,18 @@ def outer_launch(agent_env: Mapping[str, str], launch: Launch, env: Mapping[str,
         The error's text; None if all is right, or if torchrun's environment is invalid by itself.
     """
     outside = filled(agent_env)
-    agents = env.get("GROUP_WORLD_SIZE", "")
+    agents = number(env.get("GROUP_WORLD_SIZE"))
     try:
         outer = _launch_around(outside)
     except LaunchError:
         return None
     if launch.kind != "torchrun" or outer.world_size == 1 or not agents:
         return None
-    if int(agents) in _expected_agents(outside, outer):
+    if agents in _expected_agents(outside, outer):
         return None
     signs = [*RANKS.values(), *(sign for launcher in MPI_AND_SLURM for sign in launcher.signs)]
     unset = [name for name in signs if name in outside]
-    count = "1 agent" if agents == "1" else f"{agents} agents"
+    count = "1 agent" if agents == 1 else f"{agents} agents"
     return (
         f"torchrun was started by rank {outer.rank} of {outer.world_size} of another launch "
         f"({', '.join(outer.evidence[:2])}), but its job has {count}: "
@@ -198,7 +198,7 @@ def _launch_around(outside: Mapping[str, str]) -> Launch:
 def _expected_agents(outside: Mapping[str, str], outer: Launch) -> range:
     """Return the possible numbers of agents of a torchrun job in this environment."""
     nodes = outside.get("PET_NNODES", "")
-    if "TORCHELASTIC_RUN_ID" in outside or not re.fullmatch("[0-9]+(:[0-9]+)?", nodes):
+    if "TORCHELASTIC_RUN_ID" in outside or not re.fullmatch("[0-9]{1,9}(:[0-9]{1,9})?", nodes):
         nodes = str(outer.world_size)
     low, _, high = nodes.partition(":")
     return range(int(low), int(high or low) + 1)

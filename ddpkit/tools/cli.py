@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -13,7 +14,7 @@ from importlib import import_module
 from typing import Any, NamedTuple, NoReturn
 
 from .. import __version__
-from ..errors import docs_line
+from ..errors import docs_line, printable
 
 
 class _Tool(NamedTuple):
@@ -105,7 +106,22 @@ def _discard_stdout() -> None:
 # Read flags, and write aligned columns, colours where they are wanted, and progress on stderr.
 
 _COLOURS = {"red": 31, "green": 32, "yellow": 33, "bold": 1, "dim": 2}
+_CODES = "|".join(map(str, [0, *_COLOURS.values()]))
 _WIDEST = 120  # columns
+
+
+def show(text: str, *, on_stderr: bool = False) -> None:
+    """Print a text for people: what would control the terminal is escaped, except the codes of `paint()`.
+
+    Args:
+        text: The text; it may quote what other processes wrote.
+        on_stderr: Whether it goes to stderr instead of stdout.
+    """
+    stream = sys.stderr if on_stderr else sys.stdout
+    parts = re.split(rf"(\033\[(?:{_CODES})m)", text)
+    parts[::2] = map(printable, parts[::2])
+    encoding = stream.encoding or "utf-8"
+    print("".join(parts).encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
 
 
 def paint(text: str, colour: str) -> str:
@@ -169,7 +185,7 @@ def count(number: int, noun: str) -> str:
 
 def announce(step: str) -> None:
     """Tell the person which step begins now, on stderr."""
-    print(f"{step} ...", file=sys.stderr, flush=True)
+    show(f"{step} ...", on_stderr=True)
 
 
 def positive(text: str) -> int:

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from ..join.store import host_on
+from ..launch import environment
 from ..launch.process_tree import child_processes
 from ..spawning.rank_process import replace_environment
 from .cli import positive_seconds
@@ -138,7 +139,7 @@ class Rank:
         text = ""
         while time.monotonic() < deadline:
             time.sleep(0.05)
-            before, text = text, self._stacks.read_text()
+            before, text = text, self._stacks.read_text(errors="replace")
             if text and text == before:
                 break
         return text
@@ -176,7 +177,7 @@ def _take_over(env: dict[str, str], output: int) -> None:
         setattr(sys, stream, text)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+    torch.set_num_threads(environment.number(env["OMP_NUM_THREADS"]) or 1)
     random.seed()  # as in any new process: two ranks that do not seed them have other numbers
     np.random.seed()
 

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -21,10 +20,11 @@ from ..join.members import Member, Members
 from ..join.rendezvous import Generation
 from ..join.sockets import connect
 from ..join.store import connect_to_store, wait_for_listener
+from ..launch import environment
 from ..launch.process_tree import child_processes, environment_of
 from ..parsing import encode
 from ..watch.messages import STACK_SIGNAL, STACKS, Activity, Lines, fold, parse, short_path
-from .cli import count, positive_seconds
+from .cli import count, positive_seconds, show
 
 _STORE_SECONDS = 5.0  # in which the store must answer
 
@@ -104,6 +104,7 @@ def _find_members(address: str, port: int) -> tuple[Members, list[Member]]:
 
 # Reading the stacks of processes on this machine, which need not answer: Python writes them at a signal.
 
+_STACK_LENGTH = 1 << 16  # most bytes of a stack
 _STACK_SECONDS = 1.0  # in which a process must write its stack
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _STATES = {"R": "runs", "S": "sleeps", "D": "waits for a device", "T": "is stopped", "t": "is traced"}
@@ -132,9 +133,11 @@ def look_at(answer: Answer) -> list[Process]:
 
 
 def _look_at_process(claim: Member, pid: int) -> Iterator[Process]:
-    status = dict(re.findall(r"^(\w+):\s*(\S*)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE))
+    text = Path(f"/proc/{pid}/status").read_text(errors="replace")
+    status = dict(re.findall(r"^(\w+):\s*(\S*)", text, re.MULTILINE))
     writes = int(status["SigCgt"], 16) >> (STACK_SIGNAL - 1) & 1  # else the signal would kill it
-    files = [file for file in Path(f"/proc/{pid}/fd").iterdir() if STACKS in os.readlink(file)] if writes else []
+    fds = Path(f"/proc/{pid}/fd").iterdir() if writes else ()
+    files = [file for file in fds if os.readlink(file).startswith(f"/memfd:{STACKS}")]  # in memory: it never waits
     if files or pid == claim.pid:
         stack = _read_stack(pid, files[0]) if files and status["State"] in "RSD" else []
         yield Process(claim.rank, pid, pid != claim.pid, _STATES.get(status["State"], "has ended"), stack)
@@ -142,13 +145,16 @@ def _look_at_process(claim: Member, pid: int) -> Iterator[Process]:
 
 def _read_stack(pid: int, file: Path) -> list[str]:
     """Let a process append its stack to a file, and read that."""
-    known = len(file.read_text())
+    known = file.stat().st_size
     os.kill(pid, STACK_SIGNAL)
     deadline = time.monotonic() + _STACK_SECONDS
     text, before = "", None
     while time.monotonic() < deadline and (not text or text != before):
         time.sleep(0.02)
-        before, text = text, file.read_text()[known:]
+        before = text
+        with file.open("rb") as stacks:
+            stacks.seek(known)
+            text = stacks.read(_STACK_LENGTH).decode(errors="replace")
     frames = [f"{short_path(path)}:{line} {name}" for path, line, name in _FRAME.findall(text)]
     loop = next((number for number, frame in enumerate(frames) if frame.endswith(" _worker_loop")), len(frames))
     return frames[loop::-1]  # what is around the loop is that of the rank when it forked the worker
@@ -182,7 +188,7 @@ def jobs_here(processes: Path = Path("/proc")) -> dict[tuple[str, int], str]:
                 continue
             launch = detect_launch(env)
             if launch.world_size > 1 and launch.master_addr and launch.master_port:
-                words = (folder / "cmdline").read_text().split("\0")
+                words = (folder / "cmdline").read_text(errors="replace").split("\0")
                 script = next((Path(word).name for word in words if word.endswith(".py")), words[0])
                 jobs.setdefault((launch.master_addr, launch.master_port), f"{script}, pid {folder.name}")
     return jobs
@@ -204,25 +210,25 @@ def run(args: argparse.Namespace) -> int:
         address, port = args.job or _only_job()
         answer = ask(address, port, args.timeout)
     except LaunchError as error:
-        print(f"ddpkit where: {error}", file=sys.stderr)
+        show(f"ddpkit where: {error}", on_stderr=True)
         return 1
     if args.json:
         print(json.dumps(_as_json(answer)))
     else:
         ranks = count(answer.members.world_size, "rank")
         nodes = count(len(answer.members.nodes), "node")
-        print(f"{ranks} on {nodes}, at {time.strftime('%H:%M:%S')}, job {address}:{port}")
+        show(f"{ranks} on {nodes}, at {time.strftime('%H:%M:%S')}, job {address}:{port}")
         processes = {claim.rank: str(claim) for claim in answer.claims}
         lines = fold(answer.activities, answer.members.world_size, processes)
-        print("\n".join([*lines, *describe(look_at(answer))]))
+        show("\n".join([*lines, *describe(look_at(answer))]))
     return int(len(answer.activities) < answer.members.world_size)
 
 
 def _only_job() -> tuple[str, int]:
     """Return the address of the job that the environment names, else of the only one with ranks on this machine."""
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    if address and port.isdigit():
-        return address, int(port)
+    address, port = os.environ.get("MASTER_ADDR"), environment.port(os.environ.get("MASTER_PORT"))
+    if address and port:
+        return address, port
     jobs = jobs_here()
     if len(jobs) == 1:
         return next(iter(jobs))

@@ -25,6 +25,7 @@ from ..join.session import Session
 from ..join.sockets import SETTLE
 
 _NEVER = float("inf")
+_OWN_END = (KeyboardInterrupt, SystemExit)  # a peer's failure would replace it: Ctrl-C and SIGTERM reach all ranks
 _PAUSE = 0.25  # seconds between signals, about
 _PAUSE_LOST = 0.03  # most seconds until the next signal where the error would be lost
 _PYTHON = os.path.dirname(os.__file__)
@@ -59,6 +60,7 @@ class MainThread:
         self._began = time.monotonic()  # older failures are those of an earlier job
         self.next_signal_at = _NEVER
         self._first_signal_at = _NEVER  # since a failure was last handled
+        self._heard_at = -_NEVER  # when the failure became known
         self._handler_ran_at = -_NEVER
         self._signal: int | None = None
         if self._caller is self._thread:
@@ -67,7 +69,8 @@ class MainThread:
     def signal_after(self, seconds: float) -> None:
         """Schedule the first signal in this many seconds, unless one is scheduled."""
         if self.next_signal_at == _NEVER:
-            self.next_signal_at = time.monotonic() + seconds
+            self._heard_at = time.monotonic()
+            self.next_signal_at = self._heard_at + seconds
 
     def stop_signals(self) -> None:
         """Cancel the signals: there is nothing to raise."""
@@ -163,6 +166,8 @@ class MainThread:
         found: Any = sys._current_exceptions().get(thread)
         error = found[1] if isinstance(found, tuple) else found  # a tuple before Python 3.12
         for failure in _handled_with(error):
+            if isinstance(failure, _OWN_END) and time.monotonic() < self._heard_at + GRACE:
+                return True
             if isinstance(failure, DdpkitError) and failure._made > self._began:
                 is_new = time.monotonic() < failure._made + GRACE
                 return is_new or not _is_leaving(failure, sys._current_frames().get(thread))

@@ -90,7 +90,7 @@ def test_ranks_that_differ_in_their_arguments_all_raise(tmp_path: Path, nprocs: 
             assert said[case].startswith("TypeError" if rank == 1 else "MismatchError"), said[case]
             assert words in said[case]
         assert "Cannot read" in said["no text"] and "\\udcff.pt" in said["no text"]
-        assert "Cannot read" in said["null"] and "null" in said["null"]
+        assert "null byte" in said["null"]
         for case, words in {"long": "xxxxxxxx", "odd": "cannot read \\udcff"}.items():
             assert said[case].startswith("CheckpointError") and words in said[case], said[case][:1000]
             assert len(said[case]) < 50_000

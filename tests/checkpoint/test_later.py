@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import resource
@@ -284,6 +285,38 @@ def slow_writes() -> Iterator[threading.Event]:
         yield begun
     finally:
         SummedFile.write = real_write  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("is_started", [False, True])
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_save_that_is_interrupted_around_its_start(
+    is_started: bool, wait: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpointer(tmp_path)
+    state = {f"{i}": torch.full((10,), 2) for i in range(20)}
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if thread.name == "ddpkit-checkpoint":
+            if is_started:
+                start(thread)
+            raise KeyboardInterrupt
+        start(thread)
+
+    with slow_writes(), monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(threading.Thread, "start", interrupted)
+        checkpoints.save(1, state=state, wait=wait)
+    for tensor in state.values():
+        tensor.zero_()
+    with contextlib.suppress(CheckpointError):  # of the one before
+        checkpoints.wait()
+    checkpoints.save(2)
+    steps = [1, 2] if is_started and not wait else [2]
+    assert checkpoints.steps() == steps
+    if 1 in steps:
+        assert all(
+            bool((tensor == 2).all()) for tensor in checkpoints.load(tmp_path / "step-000000001.pt")["state"].values()
+        )
 
 
 def test_an_interrupted_save_leaves_nothing(tmp_path: Path) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import traceback
 from datetime import timedelta
 
 import pytest
 from processes import free_port, platform_env, run
 
 import ddpkit
-from ddpkit.errors import printable
+from ddpkit.errors import DdpkitError, printable, report_of, trace_of
 from ddpkit.job import lifecycle
+from ddpkit.launch.launch import forgotten_launcher
 from ddpkit.parsing import parse
 from ddpkit.watch import messages as monitor_messages
 
@@ -49,6 +51,38 @@ def test_what_the_watch_hears_and_the_store_holds_is_escaped() -> None:
     request = {"rank": 1, "reason": ODD}
     found = parse(monitor_messages.encode(request=request), "key", {"request": {"rank": int, "reason": str}})
     assert found["request"]["reason"] == SHOWN
+
+
+KINDS = [kind for name in ddpkit.__all__ if isinstance(kind := getattr(ddpkit, name), type)]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if issubclass(kind, DdpkitError)])
+def test_an_error_of_any_kind_is_escaped(kind: type[DdpkitError]) -> None:
+    error = kind.__new__(kind, ODD)
+    assert is_shown(str(error)) and is_shown(report_of(error)) and error.args == (ODD,)
+    try:
+        raise error
+    except DdpkitError as raised:
+        assert is_shown(trace_of(raised)) and is_shown("".join(traceback.format_exception(raised)))
+
+
+JOB = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "29500", "LOCAL_RANK": "1"}
+STEP = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n1", "SLURM_JOB_ID": "7"}
+ELASTIC = {"TORCHELASTIC_RUN_ID": "7", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+BATCH = {"SLURM_NTASKS": "4"}
+
+
+@pytest.mark.parametrize("env", [JOB, STEP, JOB | ELASTIC, BATCH])
+def test_an_environment_variable_is_escaped(env: dict[str, str]) -> None:
+    for name in env:
+        texts = []
+        odd = env | {name: ODD}
+        try:
+            launch = ddpkit.detect_launch(odd)
+            texts = [*launch.evidence, forgotten_launcher(launch) or ""]
+        except ddpkit.LaunchError as error:
+            texts = [str(error)]
+        assert any(map(is_shown, texts)) and not set("\n".join(texts)) & set("\x1b\x9b\x07"), texts
 
 
 def raise_odd() -> None:

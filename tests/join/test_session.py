@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -67,6 +69,53 @@ def test_each_wait_for_a_value_and_what_follows_its_time_out_have_time_of_their_
     ((first, *_, last),), _ = on_threads(1, find_deadlines)
     assert first == pytest.approx(0.2, abs=0.2)
     assert last > session_module._ROLL_CALL + session_module._AT_ONCE.total_seconds()
+
+
+def slow_link(port: int, seconds: float) -> int:
+    """Return a port that leads to another; each answer from there comes so many seconds late."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def carry(source: socket.socket, target: socket.socket, pause: float) -> None:
+        with contextlib.suppress(OSError), source:
+            while data := source.recv(1 << 16):
+                time.sleep(pause)
+                target.sendall(data)
+
+    def serve() -> None:
+        with listener:
+            near, _ = listener.accept()
+        far = socket.create_connection(("127.0.0.1", port))
+        for way in ((near, far, 0.0), (far, near, seconds)):
+            threading.Thread(target=carry, args=way, daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+    return int(listener.getsockname()[1])
+
+
+class Noted(dict[int, Any]):
+    """Notes all values that it gets."""
+
+    def __init__(self) -> None:
+        self.values_set: list[Any] = []
+
+    def __setitem__(self, key: int, value: Any) -> None:
+        self.values_set.append(value)
+        super().__setitem__(key, value)
+
+
+def test_a_slow_store_prolongs_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = 0.5  # seconds of each answer
+    monkeypatch.setattr(session_module, "_AFTERWARDS", timedelta(seconds=2))
+    monkeypatch.setattr(session_module, "_ROLL_CALL", 0.1)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", slow_link(server.port, late), is_master=False)
+    session = Session(client, 0, ["a", "b"], timedelta(seconds=1), nodes="ab", orphaned=str)
+    session._deadlines = Noted()
+    with pytest.raises(BarrierTimeoutError):
+        session.meet("x/1")
+    (first, polls, _, afterwards, *inner) = [end for end, _ in session._deadlines.values_set]
+    assert polls < first + 0.7 * late, "the first call is a part of the time-out"
+    assert max(inner) == afterwards, "what follows the time-out is not prolonged"
 
 
 def test_those_who_miss_a_meeting_are_named() -> None:

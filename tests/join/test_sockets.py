@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
+from processes import launch
 
 from ddpkit.join.sockets import cut, sockets_beside, sockets_on, sockets_to
 
@@ -83,3 +84,39 @@ def test_a_connection_that_is_cut_ends_at_both_ends_and_others_go_on(
             assert far.recv(1) == b"x"
     with socket.create_connection(listener.getsockname()[:2]):  # a listener is no connection
         listener.accept()[0].close()
+
+
+END = """
+import ctypes, os, signal, sys
+from datetime import timedelta
+import torch.distributed as dist
+from ddpkit.join.store import call_with_timeout, connect_to_store
+
+reader, writer = os.pipe()
+host = os.fork()
+if host == 0:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.write(writer, b"%d" % server.port)
+    signal.pause()
+store = connect_to_store("127.0.0.1", int(os.read(reader, 10)), timedelta(seconds=60))
+os.kill(host, signal.SIGSTOP)
+try:
+    call_with_timeout(lambda: store.check(["x"]), 0.2)
+except TimeoutError:
+    print("abandoned", flush=True)
+
+class Waker:
+    def __del__(self, kill=os.kill, host=host, number=signal.SIGCONT):
+        kill(host, number)  # the store answers when the interpreter has ended
+
+waker = Waker()
+libc = ctypes.CDLL(None)
+libc.on_exit(libc.sleep, None)  # of as many seconds as the exit code
+sys.exit(3)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs on_exit()")
+def test_a_process_ends_well_although_its_store_does_not_answer() -> None:
+    (end,) = launch([sys.executable, "-c", END])
+    assert end.output.startswith("abandoned\n") and end.code == 3, end

@@ -17,10 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpkit import LaunchError, detect_launch
+from ddpkit.join.store import share_over_pmi
 from ddpkit.launch.detection import first_host
 from ddpkit.launch.launch import forgotten_launcher
 from ddpkit.launch.process_tree import find_agent, outer_launch, typed_in_terminal
 
+MANY = "9" * 5000  # more digits than Python's int() takes
 RANK = {"RANK": "3", "WORLD_SIZE": "4"}
 LOCAL = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 MASTER = {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "23456"}
@@ -643,3 +645,23 @@ def test_a_program_typed_into_the_shell_of_a_step_is_told_by_its_terminal() -> N
                 process.kill()
             assert answers == [stdin == terminal, False, False, False, False]
     assert not typed_in_terminal(detect_launch(shell), shell, 2**30)
+
+
+@pytest.mark.parametrize("text", [MANY, "٣", "²", "-1", "1.5", "0x10", " "])
+@pytest.mark.parametrize("env", [TORCHRUN, SPAWN, TASK, LONE_TASK, BODY, RANK | MASTER])
+def test_numbers_of_any_length_and_alphabet_are_read_or_refused(env: dict[str, str], text: str) -> None:
+    for name in env:
+        try:
+            launch = detect_launch(env | {name: text})
+        except LaunchError as error:
+            assert len(str(error)) < 6000 and "set_int_max_str_digits" not in str(error)
+        else:
+            outer_launch(env | {"PET_NNODES": text}, launch, env | {name: text})
+            outer_launch(env, launch, env | {"GROUP_WORLD_SIZE": text})
+
+
+@pytest.mark.parametrize("text", [MANY, "x", "9" * 20, "-1", "99"])
+def test_a_strange_descriptor_of_hydra_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PMI_FD", text)
+    with pytest.raises(LaunchError, match="does not answer on the descriptor in PMI_FD"):
+        share_over_pmi(None)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import io
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import ddpkit
 from ddpkit import errors
-from ddpkit.tools import cli
+from ddpkit.join.members import Member, Members
+from ddpkit.tools import cli, where
+from ddpkit.tools.doctor import checks, report
+from ddpkit.tools.where import Answer
+from ddpkit.watch.messages import STACK_SIGNAL, STACKS
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide"
 
@@ -58,3 +67,80 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit) as end:
         cli.main(["--version"])
     assert end.value.code == 0 and capsys.readouterr().out == f"ddpkit {ddpkit.__version__}\n"
+
+
+# Texts of other processes: what is in them does nothing to the terminal.
+
+CLEAR = "\x1b[2J"
+
+
+def is_escaped(text: str) -> bool:
+    return r"\x1b[2J" in text and "\x1b" not in text
+
+
+def test_a_text_for_people_keeps_the_tools_own_colours_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli.show(f"\x1b[31mred\x1b[0m {CLEAR}\x1b[8m größer\n", on_stderr=True)
+    assert capsys.readouterr() == ("", "\x1b[31mred\x1b[0m \\x1b[2J\\x1b[8m größer\n\n")
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    cli.show("größer")
+    sys.stdout.seek(0)
+    assert sys.stdout.read() == "gr\\xf6\\xdfer\n"
+
+
+def test_the_tools_print_through_one_function_or_json() -> None:
+    found = []
+    for file in Path(cli.__file__).parent.rglob("*.py"):
+        found += re.findall(r"^ +((?:print|sys\.std\w+\.write)\(.*)", file.read_text(), re.MULTILINE)
+    others = [line for line in found if not re.match(r"print\((json\.dumps|_?as_json)\(", line)]
+    assert sorted(others) == [
+        'print("".join(parts).encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)',
+        "print(end.code, file=sys.stderr)",  # as Python does for the script
+    ]
+
+
+STRANGER = f"""
+import os, signal, socket, sys, time
+file = os.memfd_create({STACKS!r})
+line = b'  File "{CLEAR}.py", line 1 in {CLEAR}\\n'
+signal.signal({int(STACK_SIGNAL)}, lambda *_: os.write(file, line))
+server = socket.create_server(("127.0.0.1", 0))
+print(server.getsockname()[1], flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
+def test_what_a_strangers_process_says_of_itself_is_escaped(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    command = [f"{CLEAR}.py", "-c", STRANGER]
+    stranger = subprocess.Popen(command, executable=sys.executable, stdout=subprocess.PIPE, text=True)
+    assert stranger.stdout is not None
+    try:
+        port = int(stranger.stdout.readline())
+        claim = Member(0, 1, None, False, pid=stranger.pid)
+        answer = Answer(Members.of([claim]), [claim], [])
+        monkeypatch.setattr(where, "ask", lambda *_: answer)
+        assert cli.main(["where", "--job", "127.0.0.1:1"]) == 1
+        shown = capsys.readouterr().out
+        assert is_escaped(shown) and shown.endswith(r"\x1b[2J.py:1 \x1b[2J" + "\n")
+
+        busy = report.Report(None, 1.0, checks.ports(port, True))
+        monkeypatch.setattr(report.Report, "merged", lambda self: [checks.ports(port, True)])
+        report.print_report(busy, as_json=False)
+        assert is_escaped(capsys.readouterr().out)
+
+        for pid in "12":
+            (tmp_path / pid).mkdir()
+            env = f"RANK=0\0WORLD_SIZE=2\0MASTER_ADDR={CLEAR}{pid}\0MASTER_PORT=29500\0"
+            (tmp_path / pid / "environ").write_text(env)
+            (tmp_path / pid / "cmdline").write_bytes(f"{CLEAR}.py\0".encode() + b"\xff")
+        found = where.jobs_here(tmp_path)
+        monkeypatch.setattr(where, "jobs_here", lambda: found)
+        assert cli.main(["where"]) == 1
+        assert is_escaped(capsys.readouterr().err)
+    finally:
+        stranger.send_signal(signal.SIGKILL)
+        stranger.communicate()

@@ -20,7 +20,7 @@ import pytest
 from processes import Ended, free_port, platform_env, run
 
 import ddpkit
-from ddpkit.job import lifecycle
+from ddpkit.job import current_job, lifecycle
 from ddpkit.watch.main_thread import MainThread
 
 LONG = timedelta(seconds=500)
@@ -219,6 +219,13 @@ def where_it_is_the_cause_of_a_later_error() -> None:
             time.sleep(FOREVER)
 
 
+def while_ctrl_c_is_handled_for_long() -> None:
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        time.sleep(FOREVER)
+
+
 @pytest.mark.parametrize(
     "program",
     [
@@ -233,6 +240,7 @@ def where_it_is_the_cause_of_a_later_error() -> None:
         after_it_was_swallowed_once,
         after_a_barrier_whose_error_was_swallowed,
         with_a_handler_of_c,
+        while_ctrl_c_is_handled_for_long,
     ],
 )
 def test_a_failure_is_raised(program: Callable[[], None], ends: dict[Callable[[], None], Ended]) -> None:
@@ -250,6 +258,33 @@ def test_a_failure_is_raised(program: Callable[[], None], ends: dict[Callable[[]
 )
 def test_a_failure_is_raised_in_a_main_thread_that_computes(program: Callable[[], None]) -> None:
     heard(survivor(program))
+
+
+def all_end(error: BaseException) -> None:
+    with ddpkit.distributed(timeout=LONG) as context:
+        ddpkit.barrier()
+        try:
+            raise error
+        finally:
+            if context.rank == 0:
+                await_failure_and_signal()
+
+
+def await_failure_and_signal() -> None:
+    """Let the signal of the watch come now, whose handler raises the peer's failure."""
+    while current_job.current_session().failures.known is None:
+        time.sleep(0.01)
+    signal.raise_signal(current_job.watch()._main_thread._signal)
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 1), (SystemExit(143), 143)])
+def test_a_rank_that_is_itself_told_to_end_ends_for_that(error: BaseException, code: int) -> None:
+    port = free_port()
+    ended = run(all_end, [platform_env(rank, 2, port) for rank in range(2)], error)
+    assert [end.code for end in ended] == [code, code], ended
+    assert all("PeerError" not in end.output for end in ended), ended
+    if code == 1:
+        assert all(end.output.endswith("KeyboardInterrupt\n") for end in ended), ended
 
 
 def swallow_all() -> None:

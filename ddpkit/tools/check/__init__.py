@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ... import LaunchError, detect_launch
-from ..cli import columns, count, paint, wrap
+from ..cli import columns, count, paint, show, wrap
 from ..ranks import Ranks, Script, add_script, describe, exit_when_terminated, run_script, use_gloo_without_gpus
 from ..recorder import Recorder, before
 from . import gradients, order, samples, training_loop
@@ -175,8 +175,7 @@ def _report(args: argparse.Namespace, outcome: Outcome) -> int:
     if args.json:
         print(as_json(args.script, outcome, findings))
     else:
-        print(render(args.script, outcome, findings))
-    sys.stdout.flush()
+        show(render(args.script, outcome, findings))
     if any(finding.severity == "wrong" for finding in findings):
         return 1
     if outcome.trouble:
@@ -185,7 +184,7 @@ def _report(args: argparse.Namespace, outcome: Outcome) -> int:
 
 
 def _refuse(reason: str) -> int:
-    print(f"ddpkit check: {reason}", file=sys.stderr)
+    show(f"ddpkit check: {reason}", on_stderr=True)
     return _BAD_SCRIPT
 
 

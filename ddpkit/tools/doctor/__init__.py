@@ -25,7 +25,7 @@ from ...job.joining import offer_store
 from ...join.store import find_master, open_store, store_outlives_ranks
 from ...launch.launch import MPI_AND_SLURM
 from ...launch.process_tree import unnested_launch
-from ..cli import checked_by, count, positive_seconds
+from ..cli import checked_by, count, positive_seconds, show
 from . import checks
 from .report import MARK, Check, Report, print_report
 
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the checks and print the report; return 1 if any failed, else 0."""
     launch, first = read_launch()
     if launch is None and _is_a_task():  # each would report the same machine
-        print(f"ddpkit doctor: launch: {first.found} {first.remedy}", file=sys.stderr)
+        show(f"ddpkit doctor: launch: {first.found} {first.remedy}", on_stderr=True)
         time.sleep(5)  # for rank 0 to report, before the launcher ends all
         return 1
     job = launch

@@ -20,6 +20,7 @@ from ...job.device import MASKS, choose_device, default_backend
 from ...job.lifecycle import check_torch
 from ...join.members import usable_cores
 from ...join.sockets import LOOPBACKS
+from ...launch import environment
 from ..cli import count, table
 from .report import Check, installed
 
@@ -193,11 +194,11 @@ def ports(port: int | None, checks_if_free: bool) -> Check:
         checks_if_free: True if it must be free, because rank 0 is about to listen here.
     """
     text = os.environ.get("MASTER_PORT", "").strip()
-    is_number = text.isdecimal() and 0 < int(text) < 65536
-    if port is None and text and not is_number:
+    named = environment.port(text)
+    if port is None and text and not named:
         remedy = "Set it to a number from 1 to 65535."
         return Check("ports", "failed", f"MASTER_PORT={text} is no port", remedy)
-    number = port or int(text or _DEFAULT_PORT)
+    number = port or named or _DEFAULT_PORT
     found = f"the port of this launch {number}" if port else f"torch's default port {number}"
     if text:
         found = f"MASTER_PORT {number}"

@@ -23,7 +23,7 @@ from ...collectives.differences import first_of, name_ranks
 from ...errors import describe_error
 from ...join.store import Pause
 from ...parsing import parse, refuse_text
-from ..cli import announce, count, paint, wrap
+from ..cli import announce, count, paint, show, wrap
 
 SCHEMA = 2  # of the JSON object; raised when a field changes its meaning or goes away
 STATUSES = ("ok", "skipped", "warning", "failed")  # from good to bad
@@ -274,14 +274,15 @@ def print_report(report: Report, as_json: bool) -> int:
         subject = f"this machine, {report.record['host']}"
         if report.launch:
             subject = f"the job of {count(report.world_size, 'rank')}"
-        text = _as_json(report, checks) if as_json else render(f"ddpkit doctor: {subject}", checks)
-        print(text.encode(sys.stdout.encoding, "backslashreplace").decode(sys.stdout.encoding))
+        if as_json:
+            print(_as_json(report, checks), flush=True)
+        else:
+            show(render(f"ddpkit doctor: {subject}", checks))
     elif 0 not in report.peers:  # rank 0 cannot speak for this one
         for check in checks:
             if check.status == "failed":
                 where = f"rank {report.rank} ({report.record['host']})"
-                print(f"ddpkit doctor: {where}: {check.name}: {check.found} {check.remedy}", file=sys.stderr)
-    sys.stdout.flush()
+                show(f"ddpkit doctor: {where}: {check.name}: {check.found} {check.remedy}", on_stderr=True)
     return int(worst(checks) == "failed")
 
 

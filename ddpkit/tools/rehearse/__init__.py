@@ -8,13 +8,12 @@ import os
 import re
 import shlex
 import shutil
-import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..cli import announce, count, paint
+from ..cli import announce, count, paint, show
 from ..ranks import Script, add_script, exit_when_terminated
 from .rank import KINDS
 from .runs import FOLDER, Options, Run
@@ -160,14 +159,14 @@ def run(args: argparse.Namespace) -> int:
     """
     refusal = _refuse(args)
     if refusal:
-        print(f"ddpkit rehearse: {refusal}", file=sys.stderr)
+        show(f"ddpkit rehearse: {refusal}", on_stderr=True)
         return _BAD_SCRIPT
     exit_when_terminated()
     folder = args.keep or Path(tempfile.mkdtemp(prefix="ddpkit-rehearse-"))
     try:
         return _rehearse(args, folder.resolve())
     except UnfitScriptError as error:
-        print(f"ddpkit rehearse: {error}", *error.output, sep="\n    ", file=sys.stderr)
+        show("\n    ".join([f"ddpkit rehearse: {error}", *error.output]), on_stderr=True)
         return _BAD_SCRIPT
     finally:
         if args.keep is None:
@@ -212,17 +211,17 @@ def _rehearse(args: argparse.Namespace, folder: Path) -> int:
     rehearsal.run_undisturbed()
     if not args.json:
         ranks = ", ".join(map(str, options.ranks))
-        print(paint(f"ddpkit rehearse: {args.script} on {ranks} ranks, seed {args.seed}", "bold"))
-        print(render_undisturbed(rehearsal), flush=True)
+        show(paint(f"ddpkit rehearse: {args.script} on {ranks} ranks, seed {args.seed}", "bold"))
+        show(render_undisturbed(rehearsal))
     trials: list[Trial] = []
     for number in [args.only] if args.only else range(1, args.trials + 1):
         trials.append(rehearsal.run_trial(number))
         if not args.json:
-            print(render_trial(trials[-1]), flush=True)
+            show(render_trial(trials[-1]))
     if args.json:
         print(as_json(args.script, args.seed, rehearsal, trials))
     else:
-        print(render_end(rehearsal, trials), flush=True)
+        show(render_end(rehearsal, trials))
     has_failed = any(trial.wrong for trial in trials) or never_resumes(trials)
     if not has_failed and rehearsal.reference is None:
         return _BAD_SCRIPT
