@@ -561,21 +561,15 @@ class Loader(DataLoader[Any]):
         assert loop.positions is not None
         samples = len(loop.positions[(loop.batches - 1) * size :][:size])
         has_padding = samples < ranks
-        is_weighted = "weight" in used or {"global_mean", "samples"} <= used
-        if not has_padding:
-            is_weighted = is_weighted or bool(used & {"global_mean", "gather_batch"})
+        is_weighted = "weight" in used or ("global_mean" in used and ("samples" in used or not has_padding))
         if self._has_warned or self._place.rank > 0 or is_weighted or "backward" not in used:
             return
         self._has_warned = True
         padding = ", and some got a repeated one" if has_padding else ""
-        remedy = (
-            "Averaged over ranks, these do not count the same. Backpropagate loss * loader.weight, where loss is the "
-            "mean of this rank's batch; print all_reduce_mean(loss.item(), weight=loader.samples)."
-        )
-        if "gather_batch" in used:
-            remedy = "gather_batch() joins these as if they were others: pass drop_last=True to make_loader()."
         warnings.warn(
-            f"In batch {loop.batches} of epoch {loop.epoch} {ranks} ranks shared {samples} samples{padding}. {remedy}",
+            f"In batch {loop.batches} of epoch {loop.epoch} {ranks} ranks shared {samples} samples{padding}. Averaged "
+            "over ranks, these do not count the same. Backpropagate loss * loader.weight, where loss is the mean of "
+            "this rank's batch; print all_reduce_mean(loss.item(), weight=loader.samples).",
             stacklevel=3,
         )
 
