@@ -85,10 +85,10 @@ def make_model() -> nn.Module:
     return nn.Sequential(*block(1, 16), *block(16, 32), half, *block(32, 32), half, nn.Flatten(), nn.Linear(128, 10))
 
 
-def sum_losses(model: nn.Module, images: Tensor, labels: Tensor, job: ddpkit.Context, dtype: torch.dtype) -> Tensor:
+def mean_loss(model: nn.Module, images: Tensor, labels: Tensor, job: ddpkit.Context, dtype: torch.dtype) -> Tensor:
     with torch.autocast(job.device.type, dtype, enabled=job.device.type == "cuda"):
         logits = model(images.to(job.device))
-    return F.cross_entropy(logits.float(), labels.to(job.device), reduction="sum")
+    return F.cross_entropy(logits.float(), labels.to(job.device))
 
 
 @torch.no_grad()
@@ -108,22 +108,25 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 
 def main(args: argparse.Namespace, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
-    ranks = 1 if args.deterministic else job.world_size  # its batches do not depend on them
+    ranks = job.world_size if args.keep == "per_rank" else 1  # else they share one batch
     plan = ddpkit.ScalePlan(args.batch_size, args.lr, ranks, keep=args.keep, rule="sqrt", accumulation=args.accumulate)
-    log.info("%s", plan)
+    batch_size = plan.global_batch_size
+    log.info("%d samples a step on %d rank(s), learning rate %g", batch_size, job.world_size, plan.lr)
 
     train, test = load_data()
     if args.deterministic:
-        train_loader = ddpkit.make_micro_batch_loader(train, args.batch_size, args.batch_size // 8, seed=args.seed)
+        train_loader = ddpkit.make_micro_batch_loader(train, batch_size, batch_size // 8, seed=args.seed)
     else:
-        train_loader = ddpkit.make_loader(train, plan.per_rank_batch_size, seed=args.seed)
+        train_loader = ddpkit.make_loader(
+            train, global_batch_size=batch_size, accumulation=args.accumulate, seed=args.seed
+        )
     test_loader = ddpkit.make_loader(test, 128, train=False)
 
     ddpkit.seed_everything(args.seed)
     model = ddpkit.wrap_model(make_model())
     optimizer = torch.optim.AdamW(model.parameters(), args.lr)
     plan.apply(optimizer)
-    steps, warm_up = args.epochs * plan.steps(len(train)), plan.steps(round(args.warm_up * len(train)))
+    steps, warm_up = (round(epochs * train_loader.steps_per_epoch) for epochs in (args.epochs, args.warm_up))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: ddpkit.warmup_factor(step + 1, warm_up) * (1 - step / steps)
     )
@@ -142,28 +145,28 @@ def main(args: argparse.Namespace, job: ddpkit.Context, stop: ddpkit.Stop) -> No
     no_bar = None if writer else True  # None: a bar if there is a terminal
     for epoch in range(train_loader.epoch, args.epochs):
         model.train()
-        loss_sum, samples, in_step = torch.zeros((), device=job.device), 0, 0
+        loss_sum, samples = torch.zeros((), device=job.device), 0
         for i, batch in enumerate(tqdm(train_loader, f"epoch {epoch}", leave=False, disable=no_bar)):
             if args.deterministic:
                 with ddpkit.exact_gradients(batch, model) as micro_batches:
                     for images, labels in micro_batches:
-                        loss = sum_losses(model, images, labels, job, dtype)
-                        scaler.scale(loss / batch.global_batch_size).backward()
-                        loss_sum, samples = loss_sum + loss.detach(), samples + len(labels)
+                        loss = mean_loss(model, images, labels, job, dtype)
+                        scaler.scale(loss * len(labels) / batch.global_batch_size).backward()
+                        loss_sum, samples = loss_sum + loss.detach() * len(labels), samples + len(labels)
             else:
                 images, labels = batch
                 with ddpkit.accumulate(model, i, args.accumulate, last=i + 1 == len(train_loader)) as complete:
-                    loss = sum_losses(model, images, labels, job, dtype)
-                    scaler.scale(loss).backward()
-                loss_sum, samples, in_step = loss_sum + loss.detach(), samples + len(labels), in_step + len(labels)
+                    loss = mean_loss(model, images, labels, job, dtype)
+                    scaler.scale(loss * train_loader.weight).backward()
+                mine = train_loader.samples
+                loss_sum, samples = loss_sum + loss.detach() * mine, samples + mine
                 if not complete:
                     continue
-                ddpkit.global_mean(model, in_step)  # turns the sums of all ranks and micro-batches into one mean
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
             schedule.step()
-            step, in_step = step + 1, 0
+            step += 1
             leaves = stop.now() or step == args.stop_after
             if leaves or step % args.save_every == 0 or step == steps:
                 checkpoints.save(step, **state)
@@ -172,7 +175,7 @@ def main(args: argparse.Namespace, job: ddpkit.Context, stop: ddpkit.Stop) -> No
                 return
 
         loss_sum, samples = ddpkit.all_reduce((loss_sum.item(), samples))
-        loss = loss_sum / max(samples, 1)  # 0 samples if resumed at the very end of an epoch
+        loss = loss_sum / samples if samples else float("nan")  # resumed at the very end of an epoch
         correct = count_correct(model, test_loader, job.device)
         log.info("epoch %d: training loss %.4f, test: %d of %d right", epoch, loss, correct, len(test))
         if writer and samples:

@@ -58,14 +58,13 @@ def read_settings() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def load_data(context: int, batch_size: int) -> tuple[Tensor, Tensor]:
-    """Return the training and validation set: windows of `context` bytes and the next one, in whole batches."""
+def load_data(context: int) -> tuple[Tensor, Tensor]:
+    """Return the training and validation set: windows of `context` bytes and the next one."""
     text = "\n\n".join(topics[name] for name in sorted(topics))
     data = torch.tensor(list(text.encode()))
     windows = data.unfold(0, context + 1, context)
-    batches = len(windows) // batch_size
-    split = batches * 9 // 10 * batch_size
-    return windows[:split], windows[split : batches * batch_size]
+    split = len(windows) * 9 // 10
+    return windows[:split], windows[split:]
 
 
 class Block(nn.Module):
@@ -114,27 +113,28 @@ def distribute(model: GPT, parallel: str, job: ddpkit.Context) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def sum_losses(model: nn.Module, windows: Tensor, args: argparse.Namespace) -> Tensor:
-    """Return the sum of the losses, in nats, of the predictions after each byte."""
+def mean_loss(model: nn.Module, windows: Tensor, args: argparse.Namespace) -> Tensor:
+    """Return the mean loss, in nats, of the predictions after each byte."""
     windows = windows.to(ddpkit.get_device())
     with torch.autocast(windows.device.type, torch.bfloat16, enabled=args.bf16):
         logits = model(windows[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten(), reduction="sum")
+    return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
 
 
-def train_on(model: nn.Module, windows: Tensor, size: float, args: argparse.Namespace) -> Tensor:
-    """Add the gradients of windows to a mean over `size` bytes; return the sum of their losses."""
-    loss = sum_losses(model, windows, args)
-    (loss / size).backward()
+def train_on(model: nn.Module, windows: Tensor, weight: float, args: argparse.Namespace) -> Tensor:
+    """Add the gradients of the weighted mean loss; return that loss."""
+    loss = mean_loss(model, windows, args) * weight
+    loss.backward()
     return loss.detach()
 
 
 @torch.no_grad()
 def validate(model: nn.Module, data: Tensor, args: argparse.Namespace) -> float:
-    """Return the mean loss over all bytes, of which each rank reads its share once. Collective."""
-    loader = ddpkit.make_loader(data, args.batch_size // ddpkit.get_world_size(), train=False)
-    losses = [sum_losses(model, windows, args).item() for windows in loader]
-    return ddpkit.all_reduce(sum(losses)) / data[:, 1:].numel()
+    """Return the mean loss over all bytes, of which each rank counts its share once. Collective."""
+    # a loader for training, padded: under FSDP2 all ranks need the same number of forwards
+    loader = ddpkit.make_loader(data, global_batch_size=args.batch_size, shuffle=False)
+    losses = [mean_loss(model, windows, args).item() * loader.samples for windows in loader]
+    return ddpkit.all_reduce(sum(losses)) / len(data)
 
 
 @torch.no_grad()
@@ -151,14 +151,14 @@ def generate(model: nn.Module, args: argparse.Namespace) -> str:
 
 
 def main(args: argparse.Namespace, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
-    train, valid = load_data(args.context, args.batch_size)
+    train, valid = load_data(args.context)
     if args.deterministic:
         loader = ddpkit.make_micro_batch_loader(train, args.batch_size, args.batch_size // 6, seed=args.seed)
     else:
-        plan = ddpkit.ScalePlan(args.batch_size, args.lr, job.world_size, keep="global", accumulation=args.accumulate)
-        log.info("%s", plan)
-        loader = ddpkit.make_loader(train, plan.per_rank_batch_size, seed=args.seed)
-    steps = args.epochs * len(train) // args.batch_size
+        loader = ddpkit.make_loader(
+            train, global_batch_size=args.batch_size, accumulation=args.accumulate, seed=args.seed
+        )
+    steps = args.epochs * loader.steps_per_epoch
 
     ddpkit.seed_everything(args.seed)  # equal weights on any number of ranks
     model = distribute(GPT(args), args.parallel, job)
@@ -175,16 +175,16 @@ def main(args: argparse.Namespace, job: ddpkit.Context, stop: ddpkit.Stop) -> No
     step = saved["step"] if saved else 0
     log.info("training from step %d to %d", step, steps)
 
-    size = args.batch_size * args.context  # bytes of an optimiser step, over all ranks
-    loss_sum = torch.zeros((), device=job.device)
+    loss = torch.zeros((), device=job.device)  # this rank's part of the step's mean
     for epoch in loader.epochs(args.epochs):
         for i, batch in enumerate(loader):
             if args.deterministic:
                 with ddpkit.exact_gradients(batch, model) as micro_batches:
-                    loss_sum += sum(train_on(model, windows, size, args) for windows in micro_batches)
+                    for windows in micro_batches:
+                        loss += train_on(model, windows, len(windows) / batch.global_batch_size, args)
             else:
-                with ddpkit.accumulate(model, i, args.accumulate) as complete:  # the mean of all ranks' gradients
-                    loss_sum += train_on(model, batch, size / job.world_size, args)
+                with ddpkit.accumulate(model, i, args.accumulate, last=i + 1 == len(loader)) as complete:
+                    loss += train_on(model, batch, loader.weight, args) / job.world_size
                 if not complete:
                     continue
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -193,8 +193,8 @@ def main(args: argparse.Namespace, job: ddpkit.Context, stop: ddpkit.Stop) -> No
             schedule.step()
             step += 1
             if step % args.log_every == 0:
-                log.info("step %d: loss %.4f", step, ddpkit.all_reduce(loss_sum.item()) / size)
-            loss_sum = torch.zeros_like(loss_sum)
+                log.info("step %d: loss %.4f", step, ddpkit.all_reduce(loss.item()))
+            loss = torch.zeros_like(loss)
             leaves = stop.now() or step == args.stop_after
             if leaves or step % args.save_every == 0 or step == steps:
                 checkpoints.save(step, **state)

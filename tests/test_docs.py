@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import pydoc
 import re
@@ -12,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import ROOT, free_port, platform_env, run
+import torch
+from conftest import on_ranks
+from processes import ROOT, run
 from stand_in import use_stand_in
 
 QUIET = ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly", "-p", "no:zarr"]
@@ -101,20 +105,30 @@ def test_code_fits_a_page_of_1280_pixels(page: str) -> None:
     assert [line for line in SOURCES[page].splitlines() if len(line) > 88] == []
 
 
-def run_program(source: str) -> None:
-    exec(source, {})
+def run_in_float64(program: str) -> tuple[list[float], str]:
+    """Run a program; return its model's weights and what it prints."""
+    names: dict[str, Any] = {}
+    printed = io.StringIO()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with contextlib.redirect_stdout(printed):
+            exec(program, names)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return [parameter.item() for parameter in names["model"].parameters()], printed.getvalue()
 
 
-def test_the_program_of_the_readme_prints_the_same_on_any_number_of_ranks() -> None:
+@pytest.mark.parametrize("samples", [240, 241])
+def test_the_program_of_the_readme_trains_the_same_weights_on_any_number_of_ranks(samples: int) -> None:
     program = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
-    shown = []
-    for world_size in (1, 2, 3):
-        port = free_port()
-        ends = run(run_program, [platform_env(rank, world_size, port) for rank in range(world_size)], program)
-        assert [end.code for end in ends] == [0] * world_size, ends
-        shown.append([re.findall(r"^epoch \d: [\d.]+$", end.output, re.MULTILINE) for end in ends])
-    assert len(shown[0][0]) == 3
-    assert shown[1:] == [[shown[0][0], *[[]] * others] for others in (1, 2)]
+    program = program.replace("240", str(samples))
+    [(expected, output)] = on_ranks(run_in_float64, 1, program)
+    assert re.fullmatch(r"(epoch \d: [\d.]+\n){3}", output)
+    for ranks in (2, 3, 7):
+        found = on_ranks(run_in_float64, ranks, program)
+        assert [printed for _, printed in found] == [output] + [""] * (ranks - 1)
+        for weights, _ in found:
+            assert weights == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_readme_lists_every_example() -> None:

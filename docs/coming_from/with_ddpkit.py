@@ -18,7 +18,7 @@ def main(epochs: int = 5) -> None:
 
     torch.manual_seed(0)
     train_set, test_set = make_data(6000), make_data(1200)
-    train_loader = ddpkit.make_loader(train_set, batch_size=60 // context.world_size)
+    train_loader = ddpkit.make_loader(train_set, global_batch_size=60)
     test_loader = ddpkit.make_loader(test_set, batch_size=100, train=False)
 
     model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 1))
@@ -35,9 +35,9 @@ def main(epochs: int = 5) -> None:
             x, y = x.to(device), y.to(device)
             loss = nn.functional.binary_cross_entropy_with_logits(model(x), y)
             optimizer.zero_grad()
-            loss.backward()
+            (loss * train_loader.weight).backward()
             optimizer.step()
-            total += loss.detach() * len(x)
+            total += loss.detach() * train_loader.samples
 
         right = torch.zeros((), device=device)
         bare = ddpkit.unwrap_model(model)  # ranks may have unequal numbers of batches

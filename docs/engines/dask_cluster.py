@@ -16,7 +16,7 @@ def train(rank: int, world_size: int, host: str, port: int) -> float:
     with ddpkit.distributed(launch=place) as context:
         torch.manual_seed(0)
         data = torch.randn(240, 4)
-        loader = ddpkit.make_loader(data, batch_size=24 // world_size)
+        loader = ddpkit.make_loader(data, global_batch_size=24)
         model = ddpkit.wrap_model(nn.Linear(4, 1).to(context.device))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in loader.epochs(3):
@@ -24,9 +24,9 @@ def train(rank: int, world_size: int, host: str, port: int) -> float:
                 x = x.to(context.device)
                 loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
                 optimizer.zero_grad()
-                loss.backward()
+                (loss * loader.weight).backward()
                 optimizer.step()
-        return ddpkit.all_reduce_mean(loss.item())
+        return ddpkit.all_reduce_mean(loss.item(), weight=loader.samples)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ def main() -> None:
     context = ddpkit.setup()  # after accelerate has made the group
     torch.manual_seed(0)
     data = torch.randn(240, 4)
-    loader = ddpkit.make_loader(data, batch_size=24 // context.world_size)
+    loader = ddpkit.make_loader(data, global_batch_size=24)
     net = nn.Linear(4, 1)
     model, optimizer = accelerator.prepare(
         net, torch.optim.SGD(net.parameters(), lr=0.1)
@@ -22,9 +22,9 @@ def main() -> None:
             x = x.to(context.device)
             loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
             optimizer.zero_grad()
-            accelerator.backward(loss)
+            accelerator.backward(loss * loader.weight)
             optimizer.step()
-    mean = ddpkit.all_reduce_mean(loss.item())
+    mean = ddpkit.all_reduce_mean(loss.item(), weight=loader.samples)
     if ddpkit.is_main_process():
         print(f"loss of {context.world_size} ranks:", mean)
     ddpkit.teardown()  # leaves accelerate's group alone

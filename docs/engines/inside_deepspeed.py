@@ -12,11 +12,10 @@ def main() -> None:
     context = ddpkit.setup()
     torch.manual_seed(0)
     data = torch.randn(240, 4)
-    share = 24 // context.world_size
-    loader = ddpkit.make_loader(data, batch_size=share)
+    loader = ddpkit.make_loader(data, global_batch_size=24)
     net = nn.Linear(4, 1)
     config = {
-        "train_micro_batch_size_per_gpu": share,
+        "train_micro_batch_size_per_gpu": loader.batch_size,
         "gradient_clipping": 0.0,  # else DeepSpeed clips to 1
         "zero_optimization": {"stage": 1},
         "zero_allow_untested_optimizer": True,  # SGD is one
@@ -28,9 +27,9 @@ def main() -> None:
         for x in loader:
             x = x.to(engine.device)
             loss = nn.functional.mse_loss(engine(x), x.sum(1, keepdim=True))
-            engine.backward(loss)
+            engine.backward(loss * loader.weight)
             engine.step()
-    mean = ddpkit.all_reduce_mean(loss.item())
+    mean = ddpkit.all_reduce_mean(loss.item(), weight=loader.samples)
     if ddpkit.is_main_process():
         print(f"loss of {context.world_size} ranks:", mean)
     ddpkit.teardown()

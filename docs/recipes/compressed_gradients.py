@@ -15,9 +15,8 @@ def main() -> None:
     context = ddpkit.setup()
     torch.manual_seed(0)
     x = torch.randn(480, 16)
-    loader = ddpkit.make_loader(
-        TensorDataset(x, x @ torch.randn(16, 16)), 12 // context.world_size
-    )
+    dataset = TensorDataset(x, x @ torch.randn(16, 16))
+    loader = ddpkit.make_loader(dataset, global_batch_size=12)
     model = ddpkit.wrap_model(nn.Linear(16, 16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}
@@ -34,7 +33,8 @@ def main() -> None:
     for epoch in loader.epochs(20):
         for x, y in loader:
             x, y = x.to(context.device), y.to(context.device)
-            nn.functional.mse_loss(model(x), y).backward()
+            loss = nn.functional.mse_loss(model(x), y)
+            (loss * loader.weight).backward()
             optimizer.step()
             optimizer.zero_grad()
         # each rank has its own errors

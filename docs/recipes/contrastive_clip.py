@@ -26,7 +26,7 @@ def main() -> None:
     torch.manual_seed(0)
     meaning = torch.randn(500, 4)
     dataset = TensorDataset(meaning @ torch.randn(4, 16), meaning @ torch.randn(4, 12))
-    loader = ddpkit.make_loader(dataset, batch_size=48 // context.world_size)
+    loader = ddpkit.make_loader(dataset, global_batch_size=48, drop_last=True)
     model = ddpkit.wrap_model(Clip())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for images, texts in loader:

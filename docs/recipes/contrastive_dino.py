@@ -15,7 +15,7 @@ def main() -> None:
     x = torch.randn(500, 16)
     views = [x + 0.1 * torch.randn_like(x) for _ in range(2)]
     dataset = TensorDataset(*views)
-    loader = ddpkit.make_loader(dataset, batch_size=48 // context.world_size)
+    loader = ddpkit.make_loader(dataset, global_batch_size=48)
     net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
     student = ddpkit.wrap_model(net)  # before copying: it broadcasts rank 0's weights
     teacher = copy.deepcopy(net).requires_grad_(False)
@@ -25,13 +25,12 @@ def main() -> None:
         targets = teacher(first.to(context.device))
         outputs = student(second.to(context.device))
         weights = ((targets - center) / 0.04).softmax(1)
-        losses = -(weights * (outputs / 0.1).log_softmax(1)).sum(1)
-        # ranks may hold different numbers of samples
-        loss = ddpkit.global_mean(losses.sum(), len(losses))
+        loss = -(weights * (outputs / 0.1).log_softmax(1)).sum(1).mean()
         optimizer.zero_grad()
-        loss.backward()
+        (loss * loader.weight).backward()
         optimizer.step()
-        center.lerp_(ddpkit.all_reduce_mean(targets.mean(0), weight=len(targets)), 0.1)
+        average = ddpkit.all_reduce_mean(targets.mean(0), weight=loader.samples)
+        center.lerp_(average, 0.1)
         with torch.no_grad():
             for mean, now in zip(teacher.parameters(), net.parameters(), strict=True):
                 mean.lerp_(now, 0.01)

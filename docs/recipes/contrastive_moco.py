@@ -16,7 +16,7 @@ def main() -> None:
     x = torch.randn(500, 16)
     views = [x + 0.1 * torch.randn_like(x) for _ in range(2)]
     dataset = TensorDataset(*views)
-    loader = ddpkit.make_loader(dataset, batch_size=48 // context.world_size)
+    loader = ddpkit.make_loader(dataset, global_batch_size=48, drop_last=True)
     encoder = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
     model = ddpkit.wrap_model(encoder)  # before copying: it broadcasts rank 0's weights
     momentum = copy.deepcopy(encoder).requires_grad_(False)
@@ -29,17 +29,16 @@ def main() -> None:
         own_keys = (queries * keys).sum(1, keepdim=True)
         logits = torch.cat([own_keys, queries @ queue.T], 1) / 0.2
         own = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
-        loss_sum = F.cross_entropy(logits, own, reduction="sum")
-        loss = ddpkit.global_mean(loss_sum, len(logits))
+        loss = F.cross_entropy(logits, own)
         optimizer.zero_grad()
-        loss.backward()
+        (loss * loader.weight).backward()
         optimizer.step()
         with torch.no_grad():
             queue = torch.cat([queue, ddpkit.gather_batch(keys)])[-len(queue) :]
             pairs = zip(momentum.parameters(), encoder.parameters(), strict=True)
             for mean, now in pairs:
                 mean.lerp_(now, 0.01)
-    loss = ddpkit.all_reduce_mean(loss.item())
+    loss = ddpkit.all_reduce_mean(loss.item(), weight=loader.samples)
     if ddpkit.is_main_process():
         print("loss:", loss)
 

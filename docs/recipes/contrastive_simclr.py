@@ -24,7 +24,7 @@ def main() -> None:
     x = torch.randn(500, 16)
     noisy = [x + 0.1 * torch.randn_like(x) for _ in range(2)]
     dataset = TensorDataset(*noisy)
-    loader = ddpkit.make_loader(dataset, batch_size=48 // context.world_size)
+    loader = ddpkit.make_loader(dataset, global_batch_size=48, drop_last=True)
     net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
     model = ddpkit.wrap_model(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

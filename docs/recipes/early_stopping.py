@@ -13,7 +13,7 @@ def main() -> None:
     x = torch.randn(610, 8)
     dataset = TensorDataset(x, x[:, :1] + 0.5 * torch.randn(610, 1))
     data, rest = random_split(dataset, [480, 130])
-    train = ddpkit.make_loader(data, batch_size=24 // context.world_size)
+    train = ddpkit.make_loader(data, global_batch_size=24)
     held_out = ddpkit.make_loader(rest, batch_size=16, train=False)
     net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
     model = ddpkit.wrap_model(net)
@@ -23,7 +23,8 @@ def main() -> None:
     for epoch in train.epochs(50):
         for x, y in train:
             x, y = x.to(context.device), y.to(context.device)
-            nn.functional.mse_loss(model(x), y).backward()
+            loss = nn.functional.mse_loss(model(x), y)
+            (loss * train.weight).backward()
             optimizer.step()
             optimizer.zero_grad()
         total = 0.0

@@ -12,22 +12,21 @@ def main() -> None:
     context = ddpkit.setup()
     torch.manual_seed(0)
     inputs = torch.randn(480, 4)
-    loader = ddpkit.make_loader(
-        TensorDataset(inputs, inputs.sum(1, keepdim=True)), 12 // context.world_size
-    )
+    dataset = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    loader = ddpkit.make_loader(dataset, global_batch_size=12)
     model = ddpkit.wrap_model(nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     writer = SummaryWriter("runs/tensorboard") if ddpkit.is_main_process() else None
     for step, (x, y) in enumerate(loader):
         x, y = x.to(context.device), y.to(context.device)
         loss = nn.functional.mse_loss(model(x), y)
-        loss.backward()
+        (loss * loader.weight).backward()
         optimizer.step()
         optimizer.zero_grad()
         if step % 10 == 9:
             values = {"loss": loss.item(), "largest input": x.max().item()}
             # on all ranks: it is collective
-            means = ddpkit.all_reduce_mean(values, weight=len(x))
+            means = ddpkit.all_reduce_mean(values, weight=loader.samples)
             # with Weights & Biases: wandb.log(means, step=step) here
             if writer is not None:
                 for name, value in means.items():

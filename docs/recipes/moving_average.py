@@ -13,16 +13,16 @@ def main() -> None:
     torch.manual_seed(0)
     inputs = torch.randn(480, 4, device=context.device)
     targets = inputs.sum(1, keepdim=True)
-    loader = ddpkit.make_loader(
-        TensorDataset(inputs, targets), batch_size=12 // context.world_size
-    )
+    dataset = TensorDataset(inputs, targets)
+    loader = ddpkit.make_loader(dataset, global_batch_size=12)
     net = nn.Linear(4, 1)
     model = ddpkit.wrap_model(net)  # before copying: it broadcasts rank 0's weights
     # average the net, not DDP
     average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for x, y in loader:
-        nn.functional.mse_loss(model(x), y).backward()
+        loss = nn.functional.mse_loss(model(x), y)
+        (loss * loader.weight).backward()
         optimizer.step()
         optimizer.zero_grad()
         average.update_parameters(net)  # on every rank, from equal weights

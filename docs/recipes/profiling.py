@@ -12,16 +12,16 @@ def main() -> None:
     context = ddpkit.setup()
     torch.manual_seed(0)
     inputs = torch.randn(480, 256)
-    loader = ddpkit.make_loader(
-        TensorDataset(inputs, inputs[:, :1]), 12 // context.world_size
-    )
+    dataset = TensorDataset(inputs, inputs[:, :1])
+    loader = ddpkit.make_loader(dataset, global_batch_size=12)
     net = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1))
     model = ddpkit.wrap_model(net)
     optimizer = torch.optim.AdamW(model.parameters())
     with profile(schedule=schedule(wait=5, warmup=2, active=3, repeat=1)) as profiler:
         for x, y in loader:
             x, y = x.to(context.device), y.to(context.device)
-            nn.functional.mse_loss(model(x), y).backward()
+            loss = nn.functional.mse_loss(model(x), y)
+            (loss * loader.weight).backward()
             optimizer.step()
             optimizer.zero_grad()
             profiler.step()

@@ -12,9 +12,8 @@ def main() -> None:
     context = ddpkit.setup()
     torch.manual_seed(0)
     inputs = torch.randn(480, 4)
-    loader = ddpkit.make_loader(
-        TensorDataset(inputs, inputs.sum(1, keepdim=True)), 12 // context.world_size
-    )
+    dataset = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    loader = ddpkit.make_loader(dataset, global_batch_size=12)
     model = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 1))
     model = model.to(context.device)
     if ddpkit.is_distributed():
@@ -29,14 +28,15 @@ def main() -> None:
             loss = nn.functional.mse_loss(
                 model(x.to(context.device)), y.to(context.device)
             )
-            loss.backward()
+            (loss * loader.weight).backward()
             optimizer.step()
             optimizer.zero_grad()
             step += 1
+            if step % 40 == 0:
+                mean = ddpkit.all_reduce_mean(loss.item(), weight=loader.samples)
+                if ddpkit.is_main_process():
+                    print(f"step {step}, loss: {mean}")
         checkpoints.save(step, model=model, optimizer=optimizer, loader=loader)
-    mean = ddpkit.all_reduce_mean(loss.item())
-    if ddpkit.is_main_process():
-        print("loss:", mean)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ def main() -> None:
     torch.manual_seed(0)
     model = ddpkit.wrap_model(nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    batches = iter(ddpkit.make_loader(Shards(), batch_size=8, num_workers=1))
+    # without the short last batches, which ranks would average as if they were whole
+    loader = ddpkit.make_loader(Shards(), batch_size=8, num_workers=1, drop_last=True)
+    batches = iter(loader)
     steps = 0
     while True:
         x = next(batches, None)

@@ -23,15 +23,16 @@ def main() -> None:
     makes = torch.optim.AdamW(fake.parameters(), 0.01)
     judges = torch.optim.AdamW(critic.parameters(), 0.01)
     mine = range(context.rank, 12, context.world_size)  # this rank's part of each batch
+    weight = len(mine) * context.world_size / 12  # as loader.weight: uneven parts
     for step in range(40):
         real = noise(1_000 + step, mine) * 0.1 + 2
         critic.zero_grad()
         difference = critic(fake(noise(step, mine)).detach()) - critic(real)
-        difference.tanh().mean().backward()
+        (difference.tanh().mean() * weight).backward()
         ddpkit.average_gradients(critic)
         judges.step()
         fake.zero_grad()
-        (-critic(fake(noise(step, mine)))).mean().backward()
+        (-critic(fake(noise(step, mine))).mean() * weight).backward()
         # the critic's gradients of this pass are not used
         ddpkit.average_gradients(fake)
         makes.step()

@@ -204,6 +204,8 @@ def train_somehow(n: int, how: str) -> list[str]:
                     loss = ddpkit.global_mean(loss * len(inputs), len(inputs))
                 if how == "global_mean of samples":
                     loss = ddpkit.global_mean(loss * loader.samples, loader.samples)
+                if how == "gather_batch":
+                    loss = ddpkit.gather_batch(model(inputs)).square().mean()
                 if how == "nothing":
                     continue
                 loss.backward()
@@ -220,6 +222,7 @@ def train_somehow(n: int, how: str) -> list[str]:
         (25, "weight", ""),
         (27, "global_mean of len", ""),
         (25, "global_mean of samples", ""),
+        (27, "gather_batch", ""),
         (25, "nothing", ""),
         (25, "average_gradients", "In batch 3 of epoch 0 2 ranks shared 1 samples, and some got a repeated one"),
         (25, "global_mean of len", "shared 1 samples, and some got a repeated one"),

@@ -85,8 +85,8 @@ def train_here(folder: str, *flags: str) -> list[float]:
     spec = importlib.util.spec_from_file_location("digits", DIGITS)
     digits: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(digits)
-    # 17 steps an epoch and an incomplete one, of a single micro-batch of 9 images: 5 and 4 on two ranks
-    sys.argv = f"digits.py --folder {folder} --epochs 2 --batch-size 84 --accumulate 2".split() + list(flags)
+    # 17 steps an epoch and an incomplete one, of micro-batches of 41 and 2 images: three ranks get padding
+    sys.argv = f"digits.py --folder {folder} --epochs 2 --batch-size 82 --accumulate 2".split() + list(flags)
     with ddpkit.stopping() as stop:
         digits.main(digits.read_settings(), ddpkit.setup(), stop)
     saved = ddpkit.Checkpointer(folder).load_latest()
