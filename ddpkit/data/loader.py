@@ -19,7 +19,7 @@ from ..job import current_job
 from ..torch_internals import is_from_worker
 from .samplers import DistributedEvalSampler, DistributedSampler, Place, ResumableSampler, check_identity, read_progress
 from .seeds import generators_kept, hash_seeds, seed_cpu
-from .streams import Stream, is_stream, pass_epoch_on, shards_of
+from .streams import Collate, Stream, ends_early, is_stream, pass_epoch_on, shards_of
 
 # context in which a loader starts its workers; `stopping()` replaces it
 starting_workers: Callable[[DataLoader[Any]], AbstractContextManager[Any]] = nullcontext
@@ -29,6 +29,7 @@ _DECIDED = {
     "in_order": "batches out of order can be neither counted nor resumed",
 }
 
+_SHOWN = 20  # samples of a batch in a message
 Seeds = tuple[int, int, int, int]  # seed, epoch, rank, position in the global order
 
 
@@ -108,6 +109,8 @@ def make_loader(
     if sampler is not None and is_stream(dataset):
         raise ValueError("A stream is read in its own order: remove the sampler.")
     if is_stream(dataset):
+        if collate_fn is not None:
+            options["collate_fn"] = Collate(collate_fn)
         dataset = shards_of(dataset, place, seed, num_workers, options.get("persistent_workers", False))
     elif sampler is not None:
         _check_sampler(sampler, place, batch_size)
@@ -341,9 +344,9 @@ class Loader(DataLoader[Any]):
         for indices, seeds in zip(batches, self._seeds(loop.epoch, position), strict=False):
             batch = Batch(indices)
             batch.seeds = seeds
-            if not isinstance(self.sampler, DistributedEvalSampler):
-                loop.drawn.append(batch)
+            loop.drawn.append(batch)
             yield batch
+        loop.all_drawn = True
 
     def _seeds(self, epoch: int, position: int) -> Iterator[Seeds]:
         """Yield the seed numbers of each batch, from a position on."""
@@ -361,13 +364,13 @@ class Loader(DataLoader[Any]):
         if self.num_workers == 0:
             pass_epoch_on(self.dataset, loop.epoch)  # another loader of the dataset may have set another epoch
         try:
-            if loop.batches < loop.first:  # skip the batches of a stream that a loaded state counts
-                with generators_kept():
-                    while loop.batches < loop.first:
-                        next(batches)
-                        loop.batches += 1
+            self._skip(batches, loop)
             batch = next(batches)
-        except StopIteration:
+        except StopIteration as error:
+            if _is_from_script(error, loop):
+                name = f"The dataset or collate_fn, {loop.describe_next()},"
+                self._count_batch(loop)
+                raise ends_early(name) from error
             if self._is_counted(loop):
                 self.set_epoch(loop.epoch + 1)
             raise
@@ -381,10 +384,26 @@ class Loader(DataLoader[Any]):
         self._count_batch(loop)
         return batch
 
+    def _skip(self, batches: Iterator[Any], loop: Loop) -> None:
+        """Skip the batches of a stream that a loaded state counts."""
+        if loop.batches >= loop.first:
+            return
+        with generators_kept():
+            while loop.batches < loop.first:
+                next(batches)
+                loop.batches += 1
+
     def _count_batch(self, loop: Loop) -> None:
-        if loop.drawn:
-            current_job.tell_samples(loop.drawn.popleft())
+        self._tell_samples(loop)
         self._count_step(loop)
+
+    def _tell_samples(self, loop: Loop) -> None:
+        """Remember the indices of this batch, in training."""
+        if not loop.drawn:
+            return
+        indices = loop.drawn.popleft()
+        if not isinstance(self.sampler, DistributedEvalSampler):
+            current_job.tell_samples(indices)
 
     def _count_step(self, loop: Loop) -> None:
         if self._resumable is not None and self._is_counted(loop):
@@ -417,7 +436,8 @@ class Loop:
         epoch: Its epoch.
         first: Batches of a stream to read again before the first one is returned.
         batches: Batches returned so far.
-        drawn: In training, indices of the batches to come.
+        drawn: Indices of the batches to come; none for a stream.
+        all_drawn: Whether the sampler has no further batch.
         steps: For micro-batches, where each remaining step starts.
     """
 
@@ -426,7 +446,24 @@ class Loop:
         self.first = first
         self.batches = 0
         self.drawn: deque[list[int]] = deque()
+        self.all_drawn = False
         self.steps: Iterator[int] = iter(())
+
+    def describe_next(self) -> str:
+        """Describe the batch to come."""
+        text = f"asked for batch {self.batches} of epoch {self.epoch}"
+        if not self.drawn:
+            return text
+        samples = ", ".join(map(str, self.drawn[0][:_SHOWN]))
+        more = ", ..." if len(self.drawn[0]) > _SHOWN else ""
+        return f"{text}, samples {samples}{more}"
+
+
+def _is_from_script(error: StopIteration, loop: Loop) -> bool:
+    """Return whether the script raised it, and the data has not ended."""
+    if type(error) is not StopIteration:  # `check` ends an epoch early by one of its own
+        return False
+    return is_from_worker(error) or bool(loop.drawn and not loop.all_drawn)
 
 
 class _Pass(Iterator[Any]):

@@ -247,7 +247,7 @@ class Samples:
             was_cut = known.trains and self._ending.cut_epoch(known.batches, known.planned)
             try:
                 if was_cut:
-                    raise StopIteration
+                    raise _Cut
                 batch = original(iterator)
             except StopIteration:
                 known.fetched = False
@@ -315,6 +315,10 @@ def _sampler_of(loader: Any) -> Any:
             break
         sampler = inner
     return sampler
+
+
+class _Cut(StopIteration):
+    """Ends an epoch early; ddpkit's loaders let it pass."""
 
 
 class _Planned:
