@@ -39,7 +39,7 @@ from .saving import (
     try_on_all,
     write,
 )
-from .states import has_names, sharding
+from .states import has_names, sharding, unwrap
 
 _RESERVED = ("step", "score")  # keys in the result of load()
 
@@ -178,6 +178,7 @@ class Checkpointer:
         check_fingerprint(fingerprint_of(call, passed))
         self._wait_for_writing()
         path = self.folder / name_of(step)
+        state = {name: unwrap(value) for name, value in state.items()}
         collected = collect(path, step, score, state, own)
         check_equal(state, collected)
         try_on_all(lambda: self._prepare_folder(collected.sharded))
@@ -214,7 +215,7 @@ class Checkpointer:
             MismatchError: As `load()` does.
             TypeError: As `load()` does.
         """
-        self._begin_load("Checkpointer.load_latest", objects)
+        objects = self._begin_load("Checkpointer.load_latest", objects)
         return load_first(self.folder, find_checkpoints, objects)
 
     def load_best(self, **objects: Any) -> dict[str, Any] | None:
@@ -222,7 +223,7 @@ class Checkpointer:
 
         Otherwise like `load_latest()`; None if no checkpoint has a score.
         """
-        self._begin_load("Checkpointer.load_best", objects)
+        objects = self._begin_load("Checkpointer.load_best", objects)
         return load_first(self.folder, find_best, objects)
 
     def load(self, path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
@@ -253,19 +254,21 @@ class Checkpointer:
         """
         with raise_everywhere("Checkpointer.load"):
             file = _as_path(path)
-        self._begin_load("Checkpointer.load", objects)
+        objects = self._begin_load("Checkpointer.load", objects)
         return load_file(file, objects)
 
-    def _begin_load(self, call: str, objects: Mapping[str, Any]) -> None:
-        """Check the objects to restore, and wait for unfinished writing. Collective."""
+    def _begin_load(self, call: str, objects: Mapping[str, Any]) -> dict[str, Any]:
+        """Check the objects to restore, wait for unfinished writing, and return the objects unwrapped. Collective."""
         with raise_everywhere(call):
             for name, target in objects.items():
                 if not hasattr(target, "load_state_dict") or not hasattr(target, "state_dict"):
                     problem = f"{name}={target!r} has no load_state_dict()."
                     raise TypeError(f"{problem} Leave it out: load() returns plain data.")
         check_fingerprint(fingerprint_of(call, {"names": ", ".join(objects)}))
+        objects = {name: unwrap(target) for name, target in objects.items()}
         try_on_all(lambda: refuse_sharded(call, objects, {}))
         self._wait_for_writing()
+        return objects
 
     def _prepare_folder(self, sharded: Any) -> None:
         """Lock the folder for this process, and for its rule of keeping checkpoints, on rank 0."""

@@ -19,7 +19,7 @@ from ..job import current_job
 from ..torch_internals import is_from_worker
 from .samplers import DistributedEvalSampler, DistributedSampler, Place, ResumableSampler, check_identity, read_progress
 from .seeds import generators_kept, hash_seeds, seed_cpu
-from .streams import Collate, Stream, ends_early, is_stream, pass_epoch_on, shards_of
+from .streams import Collate, Stream, ends_early, is_stream, pass_epoch_on, reading, shards_of, split_twice
 
 # context in which a loader starts its workers; `stopping()` replaces it
 starting_workers: Callable[[DataLoader[Any]], AbstractContextManager[Any]] = nullcontext
@@ -173,7 +173,8 @@ class Loader(DataLoader[Any]):
         if sampler is None:
             super().__init__(dataset, batch_size, drop_last=drop_last, **options)
             return
-        super().__init__(dataset, batch_sampler=_Batches(sampler, batch_size, drop_last), **options)
+        batches = _Batches(sampler, batch_size, drop_last, is_own=True)
+        super().__init__(dataset, batch_sampler=batches, **options)
         # torch does not set these with a batch sampler, but people read them
         self.__dict__.update(batch_size=batch_size, sampler=sampler, drop_last=drop_last)
 
@@ -226,14 +227,14 @@ class Loader(DataLoader[Any]):
         with generators_kept():
             batching: dict[str, Any] = {"batch_size": self.batch_size}
             if isinstance(self.batch_sampler, _Batches):
-                indices = next(iter(self.batch_sampler), None)
+                indices = next(self.batch_sampler.cut(), None)
                 if indices is None:
                     indices = list(range(len(self.dataset))[: self.batch_size])  # type: ignore[arg-type]
                 batching = {"batch_sampler": [indices]}
             pass_epoch_on(self.dataset, self.epoch)
             generator = torch.Generator("cpu")
             one_batch = DataLoader(self.dataset, collate_fn=self.collate_fn, generator=generator, **batching)
-            with torch.device("cpu"):  # as in a loop
+            with torch.device("cpu"), reading(self.dataset):  # as in a loop
                 batches = iter(one_batch)
             return next(batches)
 
@@ -326,8 +327,9 @@ class Loader(DataLoader[Any]):
     def _begin(self, loop: Loop) -> Iterator[Any]:
         """Start a pass of torch's DataLoader; draw its order now, not at the first batch."""
         if not isinstance(self.batch_sampler, _Batches):
-            return super().__iter__()
-        batches = iter(self.batch_sampler)
+            with reading(self.dataset):
+                return super().__iter__()
+        batches = self.batch_sampler.cut()
         first = list(islice(batches, 1))  # a generator reads its epoch only now
         self.batch_sampler.prepared = self._with_seeds(chain(first, batches), loop, self._start)
         try:
@@ -479,12 +481,27 @@ class _Pass(Iterator[Any]):
 
 
 class _Batches(BatchSampler):
-    """Cut a sampler's indices into batches, or return those that a loop prepared."""
+    """Cut a sampler's indices into batches, for its own loader alone.
 
-    prepared: Iterator[list[int]] | None = None
+    accelerate's `prepare()` iterates over it, and Fabric's `setup_dataloaders()` makes another one, to
+    split it between ranks.
+    """
+
+    prepared: Iterator[list[int]] | None = None  # by a loop that begins
+
+    def __init__(self, sampler: Sampler[int], batch_size: int, drop_last: bool, is_own: bool = False) -> None:
+        if not is_own:
+            raise split_twice()
+        super().__init__(sampler, batch_size, drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self.prepared or super().__iter__()
+        if self.prepared is None:
+            raise split_twice()
+        return self.prepared
+
+    def cut(self) -> Iterator[list[int]]:
+        """Cut the indices of the sampler's next pass."""
+        return super().__iter__()
 
 
 class Batch(list[int]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -137,8 +138,36 @@ def _is_without_seed(stage: Any) -> bool:
     return isinstance(entropy, int) and entropy >= 2**64
 
 
+def split_twice() -> TypeError:
+    """Create the error for another library that splits a loader's share of the samples."""
+    return TypeError(
+        "A loader of make_loader() reads this rank's share of the samples, and another library would split the share "
+        "between the ranks again: remove it from accelerate's prepare() or Fabric's setup_dataloaders(), loop over "
+        "the loader itself, and move its batches to the device."
+    )
+
+
+@contextmanager
+def reading(dataset: Any) -> Iterator[None]:
+    """Let the block, and the workers that it starts, read a stream, which refuses others."""
+    is_guarded = isinstance(dataset, Stream)
+    if is_guarded:
+        dataset.is_open = True
+    try:
+        yield
+    finally:
+        if is_guarded:
+            dataset.is_open = False
+
+
 class Stream(IterableDataset[Any]):
-    """Spread a stream's shards over ranks x workers; a stream without shards has one reader."""
+    """Spread a stream's shards over ranks x workers; a stream without shards has one reader.
+
+    Attributes:
+        is_open: Whether the loader itself reads it.
+    """
+
+    is_open = False
 
     def __init__(self, dataset: Any, place: Place, seed: int, num_workers: int, persistent: bool) -> None:
         self.dataset = dataset
@@ -165,6 +194,8 @@ class Stream(IterableDataset[Any]):
         return len(self.dataset)
 
     def __iter__(self) -> Iterator[Any]:
+        if not self.is_open:
+            raise split_twice()
         worker = get_worker_info()
         number = 0  # no workers, or peek(), which shows the first worker's part
         if worker is not None:

@@ -336,7 +336,9 @@ class _Planned:
         return number
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self._sampler)
+        return self._read(iter(self._sampler))  # now: a loader of ddpkit's gives its batches to one loop
+
+    def _read(self, batches: Iterator[Any]) -> Iterator[Any]:
         ahead = []
         samples = 0
         for batch in batches:
