@@ -52,6 +52,7 @@ class Session:
         store_host: The rank that hosts the store, if any.
         watch: Weak reference: returns the thread that can ask the other ranks, as long as it exists.
         told: Progress of the script.
+        waits: The wait for all ranks in which the main thread is; "" if it is in none, or waits for some of them.
         acted_at: Time of its last batch or collective.
         connections: Those of the process group, to be cut after the job has failed.
         store_connections: Those to the store, to be cut if it does not answer after a failure.
@@ -75,6 +76,7 @@ class Session:
         self.failures = Failures(store, rank, hosts, orphaned)
         self.watch: Callable[[], Any] = _no_watch
         self.told: dict[str, int] = {}
+        self.waits = ""
         self.acted_at = time.monotonic()
         self.connections: set[int] = set()
         self.store_connections: set[int] = set()
@@ -348,11 +350,15 @@ class StoreBarrier:
             self._explain()
             return
         self._note_at = time.monotonic() + min(_NOTED_AFTER, self._timeout.total_seconds() / 2)
+        if len(self._ranks) == len(self._session.hosts):
+            self._session.waits = self._key
         try:
             self._session.until(self._is_complete, self._timeout, self._give_up)
         except BarrierTimeoutError:
             self._store.set(self._note, f"timed out in {self.name}")
             raise
+        finally:
+            self._session.waits = ""
         if self._note_at == math.inf:
             self._store.delete_key(self._note)
 
