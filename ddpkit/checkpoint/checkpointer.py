@@ -56,7 +56,8 @@ class Checkpointer:
 
     Args:
         folder: Folder of the checkpoints; the first `save()` creates it. A relative path is relative
-            to the current directory when the `Checkpointer` is created; `~` is the home folder.
+            to the current directory when the `Checkpointer` is created, the same on every rank; `~` is
+            the home folder.
         keep: Number of checkpoints to keep, the last written ones; at least 1.
         keep_best: Number of checkpoints with the greatest `score` to keep in addition.
 
@@ -88,6 +89,8 @@ class Checkpointer:
         keep_best: int = 0,
     ) -> None:
         self.folder = _as_path(folder)
+        is_relative = not Path(folder).expanduser().is_absolute()
+        self._compared = {"folder (pass an absolute path)": f"{self.folder}"} if is_relative else {}  # by the ranks
         self.keep = as_integer(keep, "keep")
         self.keep_best = as_integer(keep_best, "keep_best", least=0)
         self._lock: FolderLock | None = None
@@ -155,8 +158,8 @@ class Checkpointer:
                 `latest` cannot be written, the message says that the checkpoint itself is complete.
                 If it is the error of an earlier `save(wait=False)`, the message says so, and nothing
                 was saved.
-            MismatchError: If steps, scores, names or ``wait`` differ between ranks, or another rank
-                passes a bad argument.
+            MismatchError: If steps, scores, names, ``wait`` or the current directories of a relative folder
+                differ between ranks, or another rank passes a bad argument.
             TypeError: If an argument is of a wrong type.
             ValueError: If a number is out of range, or a name is used twice.
         """
@@ -168,7 +171,7 @@ class Checkpointer:
                 score = float(score)
             if not isinstance(wait, bool):
                 raise TypeError(f"wait must be True or False, got {wait!r}.")
-        passed = {
+        passed = self._compared | {
             "step": f"{step}",
             "score": f"{score}",
             "wait": f"{wait}",
@@ -264,7 +267,7 @@ class Checkpointer:
                 if not hasattr(target, "load_state_dict") or not hasattr(target, "state_dict"):
                     problem = f"{name}={target!r} has no load_state_dict()."
                     raise TypeError(f"{problem} Leave it out: load() returns plain data.")
-        check_fingerprint(fingerprint_of(call, {"names": ", ".join(objects)}))
+        check_fingerprint(fingerprint_of(call, self._compared | {"names": ", ".join(objects)}))
         objects = {name: unwrap(target) for name, target in objects.items()}
         try_on_all(lambda: refuse_sharded(call, objects, {}))
         self._wait_for_writing()
