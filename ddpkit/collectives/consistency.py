@@ -77,7 +77,7 @@ def add_up(fingerprint: str, numbers: Sequence[float] | Numbers, peers: Peers | 
     if type(torch.from_numpy(block)) is not Tensor:  # it would not be sent, and the other ranks would wait
         raise TypeError("Collectives cannot run under FakeTensorMode. Call them outside it.")
     session = current_job.current_session()
-    session.waits = "" if peers else "check"
+    session.waits = "check" if peers is None else ""
     try:
         with current_job.peer_errors():
             _sum_over_ranks(block, peers)
