@@ -36,6 +36,7 @@ class DdpkitError(RuntimeError):
     """
 
     _page = ""  # guide page
+    _module = ""  # of another rank's exception, if known
     _made: float  # creation time in this process, which tells the job it belongs to and its age
 
     def __new__(cls: type[_Error], *args: Any, **kwargs: Any) -> _Error:
@@ -233,7 +234,6 @@ class PeerError(DdpkitError):
     """
 
     _page = "faults"
-    _module = ""  # of the exception's class
 
     def __init__(self, rank: int, host: str, error_type: str, message: str, traceback: str = "") -> None:
         text = f"rank {rank} ({host}) failed: {error_type}: "

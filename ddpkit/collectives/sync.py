@@ -244,5 +244,5 @@ def _report_failure(session: Session, key: str, subset: Ranks | None = None) -> 
     try:
         yield
     except BaseException as error:
-        session.meet(key, failure=session.failure_of(error), ranks=subset)
+        session.meet(key, error=error, ranks=subset)
         raise

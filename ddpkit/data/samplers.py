@@ -255,7 +255,7 @@ class ResumableSampler(Sampler[int], ABC):
 
     def __iter__(self) -> Iterator[int]:
         self.place.check(type(self).__name__)
-        return _Pass.over(self)
+        return _Indices.over(self)
 
     @property
     def num_samples(self) -> int:
@@ -297,7 +297,7 @@ class ResumableSampler(Sampler[int], ABC):
             yield order(positions).tolist()
 
 
-class _Pass(chain[int]):  # its `__next__` is in C, because it runs for each sample
+class _Indices(chain[int]):  # its `__next__` is in C, because it runs for each sample
     """One pass over a sampler, with a state: torchdata's loaders save that of the iterator, too.
 
     Such a loader restores what it has drawn, whether or not `advance()` counts the steps.
@@ -310,10 +310,10 @@ class _Pass(chain[int]):  # its `__next__` is in C, because it runs for each sam
     _position: int  # global position behind it
 
     @classmethod
-    def over(cls, sampler: ResumableSampler) -> _Pass:
+    def over(cls, sampler: ResumableSampler) -> _Indices:
         """Begin a pass where the sampler starts."""
         blocks = iter(lambda: indices._next_block(), None)
-        indices: _Pass = cls.from_iterable(blocks)  # type: ignore[assignment]  # of this class, not of its base
+        indices: _Indices = cls.from_iterable(blocks)  # type: ignore[assignment]  # of this class, not of its base
         indices._sampler = sampler
         indices._order = sampler._order()
         indices._begin(sampler.start)

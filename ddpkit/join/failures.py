@@ -44,7 +44,7 @@ _IN_MODELS = {  # collectives that start in C++, without a function of torch.dis
     os.path.join("torch", "autograd", "graph.py"): "backward",
 }
 
-_TEXT_LENGTHS = {"host": 300, "type": 300, "module": 300, "message": MESSAGE_LENGTH, "traceback": TRACE_LENGTH + 10_000}
+_TEXT_LENGTHS = {"host": 300, "type": 300, "message": MESSAGE_LENGTH, "traceback": TRACE_LENGTH + 10_000}
 
 
 class JobContinues(LaunchError):
@@ -75,7 +75,6 @@ class Failure:
         type: Name of its exception's class, or a word for a failure without one, such as "lost".
         message: The exception's message.
         traceback: Its formatted traceback; "" if there is none. For a `JobContinues` the membership.
-        module: The module of its exception's class.
     """
 
     rank: int
@@ -83,16 +82,13 @@ class Failure:
     type: str
     message: str
     traceback: str
-    module: str = ""
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
         """Describe an error for the other ranks; with rank -1 for a failure of the job itself."""
         if isinstance(error, PeerError):  # it only forwards a peer's failure
             return cls(error.rank, error.host, error.error_type, error.message, error.traceback)
-        kind = type(error)
-        host = socket.gethostname()
-        return cls(rank, host, kind.__name__, message_of(error), trace_of(error), str(kind.__module__))
+        return cls(rank, socket.gethostname(), type(error).__name__, message_of(error), trace_of(error))
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Failure:
@@ -118,9 +114,7 @@ class Failure:
         if self.rank < 0:
             kind = MismatchError if self.type == MismatchError.__name__ else LaunchError
             return kind(self.message)
-        error = PeerError(self.rank, self.host, self.type, self.message, self.traceback)
-        error._module = self.module
-        return error
+        return PeerError(self.rank, self.host, self.type, self.message, self.traceback)
 
 
 FAILURE = get_type_hints(Failure)  # the form of its JSON

@@ -42,7 +42,7 @@ def test_a_text_of_another_rank_is_escaped(rank: int) -> None:
 
 
 def test_what_the_watch_hears_and_the_store_holds_is_escaped() -> None:
-    fields = {"rank": 1, "host": ODD, "type": ODD, "message": f"{ODD}\n", "traceback": ODD, "module": ODD}
+    fields = {"rank": 1, "host": ODD, "type": ODD, "message": f"{ODD}\n", "traceback": ODD}
     message = monitor_messages.parse(monitor_messages.encode(failure=fields), 2)
     assert message is not None and message.failure is not None
     assert is_shown(str(message.failure.to_error()))
