@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
+import re
+import sys
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
@@ -11,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_UNKNOWN_OPTION = re.compile(r"([\w.]+)\(\) got an unexpected keyword argument '(\w+)'(?:\..*)?")
 _LONGEST = timedelta(days=10_000)  # torch counts nanoseconds in 64 bits
 
 
@@ -33,6 +37,22 @@ def no_option(call: str, name: str, known: Iterable[str]) -> str:
     return f"{call} has no option {name}: did you mean {near[0]}?" if near else f"{call} has no option {name}."
 
 
+def suggest_option(error: BaseException) -> None:
+    """Add to Python's own error for an unknown option of a public function the options that it has."""
+    found = _UNKNOWN_OPTION.fullmatch(str(error)) if type(error) is TypeError else None
+    if found is None:
+        return
+    first, *rest = found[1].split(".")
+    function = vars(sys.modules["ddpkit"]).get(first)
+    for name in rest:
+        function = getattr(function, name, None)
+    if not callable(function):
+        return
+    known = [name for name in inspect.signature(function).parameters if name != "self"]
+    call = found[1].removesuffix(".__init__")
+    error.args = (f"{no_option(f'{call}()', found[2], known)} It takes {', '.join(known)}.",)
+
+
 def plain_index(value: Any) -> Any:
     """Convert any integer type except bool to int; return anything else as it is."""
     if isinstance(value, (bool, np.bool_)):
@@ -50,5 +70,8 @@ def as_integer(value: Any, name: str, least: int = 1) -> int:
     number = plain_index(value)
     if type(number) is not int or number < least:
         expected = "a positive integer" if least == 1 else f"an integer of at least {least}"
-        raise ValueError(f"{name} must be {expected}, got {value!r}.")
+        problem = f"{name} must be {expected}, got {value!r}."
+        if name in ("batch_size", "micro_batch_size") and type(number) is int and number == 0:
+            problem += " Did you divide fewer samples than there are ranks by the number of ranks?"
+        raise ValueError(problem)
     return number

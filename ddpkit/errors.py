@@ -36,6 +36,7 @@ class DdpkitError(RuntimeError):
     """
 
     _page = ""  # guide page
+    _module = ""  # of another rank's exception, if known
     _made: float  # creation time in this process, which tells the job it belongs to and its age
 
     def __new__(cls: type[_Error], *args: Any, **kwargs: Any) -> _Error:
@@ -251,6 +252,21 @@ class PeerError(DdpkitError):
         self.error_type = error_type
         self.message = message
         self.traceback = traceback
+
+
+def like_original(error: PeerError) -> PeerError:
+    """Return an error that an `except` for the other rank's exception catches as well, if its class is known here."""
+    kind = getattr(sys.modules.get(error._module), "__dict__", {}).get(error.error_type)
+    if not isinstance(kind, type) or not issubclass(kind, Exception) or issubclass(PeerError, kind):
+        return error
+    methods = {"__new__": kind.__new__, "__init__": Exception.__init__, "__str__": Exception.__str__}
+    methods["__reduce__"] = lambda self: error.__reduce__()  # this class has no name that pickle could find
+    try:
+        alike: PeerError = type("PeerError", (PeerError, kind), methods)(*error.args)
+    except Exception:  # no common subclass, or a class of the script's with demands
+        return error
+    alike.__dict__.update(error.__dict__)
+    return alike
 
 
 def _rebuild(cls: type[DdpkitError], args: tuple[Any, ...], state: dict[str, Any]) -> DdpkitError:

@@ -39,7 +39,7 @@ from .saving import (
     try_on_all,
     write,
 )
-from .states import has_names, sharding
+from .states import has_names, sharding, unwrap
 
 _RESERVED = ("step", "score")  # keys in the result of load()
 
@@ -56,7 +56,8 @@ class Checkpointer:
 
     Args:
         folder: Folder of the checkpoints; the first `save()` creates it. A relative path is relative
-            to the current directory when the `Checkpointer` is created; `~` is the home folder.
+            to the current directory when the `Checkpointer` is created, the same on every rank; `~` is
+            the home folder.
         keep: Number of checkpoints to keep, the last written ones; at least 1.
         keep_best: Number of checkpoints with the greatest `score` to keep in addition.
 
@@ -88,6 +89,8 @@ class Checkpointer:
         keep_best: int = 0,
     ) -> None:
         self.folder = _as_path(folder)
+        is_relative = not Path(folder).expanduser().is_absolute()
+        self._compared = {"folder (pass an absolute path)": f"{self.folder}"} if is_relative else {}  # by the ranks
         self.keep = as_integer(keep, "keep")
         self.keep_best = as_integer(keep_best, "keep_best", least=0)
         self._lock: FolderLock | None = None
@@ -155,8 +158,8 @@ class Checkpointer:
                 `latest` cannot be written, the message says that the checkpoint itself is complete.
                 If it is the error of an earlier `save(wait=False)`, the message says so, and nothing
                 was saved.
-            MismatchError: If steps, scores, names or ``wait`` differ between ranks, or another rank
-                passes a bad argument.
+            MismatchError: If steps, scores, names, ``wait`` or the current directories of a relative folder
+                differ between ranks, or another rank passes a bad argument.
             TypeError: If an argument is of a wrong type.
             ValueError: If a number is out of range, or a name is used twice.
         """
@@ -168,7 +171,7 @@ class Checkpointer:
                 score = float(score)
             if not isinstance(wait, bool):
                 raise TypeError(f"wait must be True or False, got {wait!r}.")
-        passed = {
+        passed = self._compared | {
             "step": f"{step}",
             "score": f"{score}",
             "wait": f"{wait}",
@@ -178,6 +181,7 @@ class Checkpointer:
         check_fingerprint(fingerprint_of(call, passed))
         self._wait_for_writing()
         path = self.folder / name_of(step)
+        state = {name: unwrap(value) for name, value in state.items()}
         collected = collect(path, step, score, state, own)
         check_equal(state, collected)
         try_on_all(lambda: self._prepare_folder(collected.sharded))
@@ -221,7 +225,7 @@ class Checkpointer:
             MismatchError: As `load()` does.
             TypeError: As `load()` does.
         """
-        self._begin_load("Checkpointer.load_latest", objects)
+        objects = self._begin_load("Checkpointer.load_latest", objects)
         return load_first(self.folder, find_checkpoints, objects)
 
     def load_best(self, **objects: Any) -> dict[str, Any] | None:
@@ -229,7 +233,7 @@ class Checkpointer:
 
         Otherwise like `load_latest()`; None if no checkpoint has a score.
         """
-        self._begin_load("Checkpointer.load_best", objects)
+        objects = self._begin_load("Checkpointer.load_best", objects)
         return load_first(self.folder, find_best, objects)
 
     def load(self, path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
@@ -260,19 +264,21 @@ class Checkpointer:
         """
         with raise_everywhere("Checkpointer.load"):
             file = Path(os.path.realpath(_as_path(path)))  # the file may be a link, but those in a folder may not
-        self._begin_load("Checkpointer.load", objects)
+        objects = self._begin_load("Checkpointer.load", objects)
         return load_file(file, objects)
 
-    def _begin_load(self, call: str, objects: Mapping[str, Any]) -> None:
-        """Check the objects to restore, and wait for unfinished writing. Collective."""
+    def _begin_load(self, call: str, objects: Mapping[str, Any]) -> dict[str, Any]:
+        """Check the objects to restore, wait for unfinished writing, and return the objects unwrapped. Collective."""
         with raise_everywhere(call):
             for name, target in objects.items():
                 if not hasattr(target, "load_state_dict") or not hasattr(target, "state_dict"):
                     problem = f"{name}={target!r} has no load_state_dict()."
                     raise TypeError(f"{problem} Leave it out: load() returns plain data.")
-        check_fingerprint(fingerprint_of(call, {"names": ", ".join(objects)}))
+        check_fingerprint(fingerprint_of(call, self._compared | {"names": ", ".join(objects)}))
+        objects = {name: unwrap(target) for name, target in objects.items()}
         try_on_all(lambda: refuse_sharded(call, objects, {}))
         self._wait_for_writing()
+        return objects
 
     def _prepare_folder(self, sharded: Any) -> None:
         """Lock the folder for this process, and for its rule of keeping checkpoints, on rank 0."""

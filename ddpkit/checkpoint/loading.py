@@ -273,7 +273,8 @@ def _explain_kind(here: Description, there: Description) -> list[str]:
     """Explain why the state of an optimizer or scheduler does not fit another one; [] if it does."""
     if not there[0] or not here[0]:  # such as a state dict saved as plain data
         return []
-    if here[0] != there[0]:
+    wrapped = (f"Fabric{here[0]}", "AcceleratedOptimizer")  # of checkpoints from before wrappers were removed
+    if there[0] not in (here[0], *wrapped):
         return [f"is {there[0]} in the checkpoint, {here[0]} here"]
     sizes, saved_sizes = ([len(group) for group in shapes] for shapes in (here[1], there[1]))
     if sizes != saved_sizes:

@@ -174,6 +174,19 @@ def same_mapping(state: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 # States of objects, with names without wrappers.
 
+_WRAPPING = {"accelerate": ("optimizer", "scheduler"), "lightning_fabric": ("optimizer",), "lightning": ("optimizer",)}
+
+
+def unwrap(value: Any) -> Any:
+    """Return the optimizer or scheduler that accelerate or Fabric has wrapped; anything else as it is."""
+    library = type(value).__module__.partition(".")[0]
+    if isinstance(value, nn.Module):
+        return value
+    for name in _WRAPPING.get(library, ()):
+        if hasattr(value, name):
+            return unwrap(getattr(value, name))
+    return value
+
 
 def state_of(value: Any) -> Any:
     """Return an object's state to save, or the value itself if it has none."""

@@ -76,8 +76,13 @@ def add_up(fingerprint: str, numbers: Sequence[float] | Numbers, peers: Peers | 
     block[:_CHECK], expected = _check_numbers(fingerprint, len(ranks_of(peers)))
     if type(torch.from_numpy(block)) is not Tensor:  # it would not be sent, and the other ranks would wait
         raise TypeError("Collectives cannot run under FakeTensorMode. Call them outside it.")
-    with current_job.peer_errors():
-        _sum_over_ranks(block, peers)
+    session = current_job.current_session()
+    session.waits = "check" if peers is None else ""
+    try:
+        with current_job.peer_errors():
+            _sum_over_ranks(block, peers)
+    finally:
+        session.waits = ""
     if block[:_CHECK].tobytes() != expected:
         _raise_mismatch(fingerprint, peers)
     if is_inline:

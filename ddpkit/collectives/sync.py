@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from ..arguments import check_timeout
+from ..errors import PeerError, like_original
 from ..job import current_job, lifecycle
 from ..job.job import subset_of
 from ..launch import ranks
@@ -69,7 +70,8 @@ def together(name: str | None = None) -> Iterator[None]:
         name: Name of the block in error messages.
 
     Raises:
-        PeerError: If the block raised on another rank; it holds that rank, its exception and traceback.
+        PeerError: If the block raised on another rank; it holds that rank, its exception and traceback. An `except` for
+            the class of that exception catches it, too.
         BarrierTimeoutError: If ranks do not reach the end in time.
 
     Example:
@@ -83,7 +85,8 @@ def together(name: str | None = None) -> Iterator[None]:
     key = _key(session, "together", name)
     with _report_failure(session, key):
         yield
-    session.meet(key)
+    with _like_original():
+        session.meet(key)
 
 
 @contextmanager
@@ -98,7 +101,7 @@ def main_process_first(local: bool = False) -> Iterator[None]:
         local: Let the first rank of every node go first, for node-local disks.
 
     Raises:
-        PeerError: On the other ranks, if the block raised on a first rank.
+        PeerError: On the other ranks, if the block raised on a first rank; as in `together`.
         BarrierTimeoutError: If the first ranks are done and others do not arrive in time.
 
     Example:
@@ -114,7 +117,8 @@ def main_process_first(local: bool = False) -> Iterator[None]:
     if local:
         first = session.nodes.index(session.nodes[session.rank])
     if session.rank != first:
-        session.meet(key, _WORK)
+        with _like_original():
+            session.meet(key, _WORK)
         yield
         return
     with _report_failure(session, key):
@@ -138,7 +142,8 @@ def run_on_main(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         The value of `fn`; on the other ranks a pickled copy.
 
     Raises:
-        PeerError: On the other ranks, if `fn` raised on rank 0, which raises the exception itself.
+        PeerError: On the other ranks, if `fn` raised on rank 0, which raises the exception itself. An `except` for its
+            class catches both.
         BarrierTimeoutError: If rank 0 is done and other ranks do not arrive in time.
 
     Example:
@@ -151,7 +156,8 @@ def run_on_main(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     key = session.count("run_on_main")
     call = "run_on_main()"
     if session.rank != 0:
-        session.meet(key, _WORK)
+        with _like_original():
+            session.meet(key, _WORK)
         copy: T = pickle.loads(broadcast_bytes(call, b"", 0))
         return copy
     with _report_failure(session, key):
@@ -224,10 +230,19 @@ def _key(session: Session, call: str, name: str | None, subset: Ranks | None = N
 
 
 @contextmanager
+def _like_original() -> Iterator[None]:
+    """Raise for a peer's exception one that `except` catches on all ranks alike, or they would go separate ways."""
+    try:
+        yield
+    except PeerError as error:
+        raise like_original(error) from None
+
+
+@contextmanager
 def _report_failure(session: Session, key: str, subset: Ranks | None = None) -> Iterator[None]:
     """If the block raises on this rank, make the ranks that meet under the key raise, too."""
     try:
         yield
     except BaseException as error:
-        session.meet(key, failure=session.failure_of(error), ranks=subset)
+        session.meet(key, error=error, ranks=subset)
         raise

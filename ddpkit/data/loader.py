@@ -20,7 +20,7 @@ from ..job import current_job
 from ..torch_internals import is_from_worker
 from .samplers import DistributedEvalSampler, DistributedSampler, Place, ResumableSampler, check_identity, read_progress
 from .seeds import generators_kept, hash_seeds, seed_cpu
-from .streams import Stream, is_stream, pass_epoch_on, shards_of
+from .streams import Collate, Stream, ends_early, is_stream, pass_epoch_on, reading, shards_of, split_twice
 
 # context in which a loader starts its workers; `stopping()` replaces it
 starting_workers: Callable[[DataLoader[Any]], AbstractContextManager[Any]] = nullcontext
@@ -30,6 +30,7 @@ _DECIDED = {
     "in_order": "batches out of order can be neither counted nor resumed",
 }
 
+_SHOWN = 20  # samples of a batch in a message
 Seeds = tuple[int, int, int, int]  # seed, epoch, rank, position in the global order
 
 
@@ -117,6 +118,8 @@ def make_loader(
     if sampler is not None and is_stream(dataset):
         raise ValueError("A stream is read in its own order: remove the sampler.")
     if is_stream(dataset):
+        if collate_fn is not None:
+            options["collate_fn"] = Collate(collate_fn)
         dataset = shards_of(dataset, place, seed, num_workers, options.get("persistent_workers", False))
     elif sampler is not None:
         _check_sampler(sampler, place, size)
@@ -230,7 +233,8 @@ class Loader(DataLoader[Any]):
         if sampler is None:
             super().__init__(dataset, size, drop_last=drop_last, **options)
             return
-        super().__init__(dataset, batch_sampler=_Batches(sampler, size, drop_last), **options)
+        batches = _Batches(sampler, size, drop_last, is_own=True)
+        super().__init__(dataset, batch_sampler=batches, **options)
         # torch does not set these with a batch sampler, but people read them
         self.__dict__.update(batch_size=size, sampler=sampler, drop_last=drop_last)
 
@@ -368,14 +372,14 @@ class Loader(DataLoader[Any]):
         with generators_kept():
             batching: dict[str, Any] = {"batch_size": self.batch_size}
             if isinstance(self.batch_sampler, _Batches):
-                indices = next(iter(self.batch_sampler), None)
+                indices = next(self.batch_sampler.cut(), None)
                 if indices is None:
                     indices = list(range(len(self.dataset))[: self.batch_size])  # type: ignore[arg-type]
                 batching = {"batch_sampler": [indices]}
             pass_epoch_on(self.dataset, self.epoch)
             generator = torch.Generator("cpu")
             one_batch = DataLoader(self.dataset, collate_fn=self.collate_fn, generator=generator, **batching)
-            with torch.device("cpu"):  # as in a loop
+            with torch.device("cpu"), reading(self.dataset):  # as in a loop
                 batches = iter(one_batch)
             return next(batches)
 
@@ -471,8 +475,9 @@ class Loader(DataLoader[Any]):
     def _begin(self, loop: Loop) -> Iterator[Any]:
         """Start a pass of torch's DataLoader; draw its order now, not at the first batch."""
         if not isinstance(self.batch_sampler, _Batches):
-            return super().__iter__()
-        batches = iter(self.batch_sampler)
+            with reading(self.dataset):
+                return super().__iter__()
+        batches = self.batch_sampler.cut()
         first = list(islice(batches, 1))  # a generator reads its epoch only now
         self.batch_sampler.prepared = self._with_seeds(chain(first, batches), loop, self._start)
         try:
@@ -489,9 +494,9 @@ class Loader(DataLoader[Any]):
         for indices, seeds in zip(batches, self._seeds(loop.epoch, position), strict=False):
             batch = Batch(indices)
             batch.seeds = seeds
-            if not isinstance(self.sampler, DistributedEvalSampler):
-                loop.drawn.append(batch)
+            loop.drawn.append(batch)
             yield batch
+        loop.all_drawn = True
 
     def _seeds(self, epoch: int, position: int) -> Iterator[Seeds]:
         """Yield the seed numbers of each batch, from a position on."""
@@ -509,13 +514,13 @@ class Loader(DataLoader[Any]):
         if self.num_workers == 0:
             pass_epoch_on(self.dataset, loop.epoch)  # another loader of the dataset may have set another epoch
         try:
-            if loop.batches < loop.first:  # skip the batches of a stream that a loaded state counts
-                with generators_kept():
-                    while loop.batches < loop.first:
-                        next(batches)
-                        loop.batches += 1
+            self._skip(batches, loop)
             batch = next(batches)
-        except StopIteration:
+        except StopIteration as error:
+            if _is_from_script(error, loop):
+                name = f"The dataset or collate_fn, {loop.describe_next()},"
+                self._count_batch(loop)
+                raise ends_early(name) from error
             if self._is_counted(loop):
                 self.set_epoch(loop.epoch + 1)
             raise
@@ -529,10 +534,26 @@ class Loader(DataLoader[Any]):
         self._count_batch(loop)
         return batch
 
+    def _skip(self, batches: Iterator[Any], loop: Loop) -> None:
+        """Skip the batches of a stream that a loaded state counts."""
+        if loop.batches >= loop.first:
+            return
+        with generators_kept():
+            while loop.batches < loop.first:
+                next(batches)
+                loop.batches += 1
+
     def _count_batch(self, loop: Loop) -> None:
-        if loop.drawn:
-            current_job.tell_samples(loop.drawn.popleft())
+        self._tell_samples(loop)
         self._count_step(loop)
+
+    def _tell_samples(self, loop: Loop) -> None:
+        """Remember the indices of this batch, in training."""
+        if not loop.drawn:
+            return
+        indices = loop.drawn.popleft()
+        if not isinstance(self.sampler, DistributedEvalSampler):
+            current_job.tell_samples(indices)
 
     def _count_step(self, loop: Loop) -> None:
         if self._resumable is not None and self._is_counted(loop):
@@ -614,7 +635,8 @@ class Loop:
         positions: Positions in the global order that it deals to all ranks, if they are known.
         even: Number of batches that come before the first one of which ranks have unequal shares.
         batches: Batches returned so far.
-        drawn: In training, indices of the batches to come.
+        drawn: Indices of the batches to come; none for a stream.
+        all_drawn: Whether the sampler has no further batch.
         steps: For micro-batches, where each remaining step starts.
     """
 
@@ -625,7 +647,24 @@ class Loop:
         self.even = even
         self.batches = 0
         self.drawn: deque[list[int]] = deque()
+        self.all_drawn = False
         self.steps: Iterator[int] = iter(())
+
+    def describe_next(self) -> str:
+        """Describe the batch to come."""
+        text = f"asked for batch {self.batches} of epoch {self.epoch}"
+        if not self.drawn:
+            return text
+        samples = ", ".join(map(str, self.drawn[0][:_SHOWN]))
+        more = ", ..." if len(self.drawn[0]) > _SHOWN else ""
+        return f"{text}, samples {samples}{more}"
+
+
+def _is_from_script(error: StopIteration, loop: Loop) -> bool:
+    """Return whether the script raised it, and the data has not ended."""
+    if type(error) is not StopIteration:  # `check` ends an epoch early by one of its own
+        return False
+    return is_from_worker(error) or bool(loop.drawn and not loop.all_drawn)
 
 
 class _Pass(Iterator[Any]):
@@ -643,12 +682,27 @@ class _Pass(Iterator[Any]):
 
 
 class _Batches(BatchSampler):
-    """Cut a sampler's indices into batches, or return those that a loop prepared."""
+    """Cut a sampler's indices into batches, for its own loader alone.
 
-    prepared: Iterator[list[int]] | None = None
+    accelerate's `prepare()` iterates over it, and Fabric's `setup_dataloaders()` makes another one, to
+    split it between ranks.
+    """
+
+    prepared: Iterator[list[int]] | None = None  # by a loop that begins
+
+    def __init__(self, sampler: Sampler[int], batch_size: int, drop_last: bool, is_own: bool = False) -> None:
+        if not is_own:
+            raise split_twice()
+        super().__init__(sampler, batch_size, drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self.prepared or super().__iter__()
+        if self.prepared is None:
+            raise split_twice()
+        return self.prepared
+
+    def cut(self) -> Iterator[list[int]]:
+        """Cut the indices of the sampler's next pass."""
+        return super().__iter__()
 
 
 class Batch(list[int]):

@@ -278,7 +278,7 @@ class ResumableSampler(Sampler[int], ABC):
 
     def __iter__(self) -> Iterator[int]:
         self.place.check(type(self).__name__)
-        return chain.from_iterable(self._blocks(self._order(), self.positions))
+        return _Indices.over(self)
 
     @property
     def num_samples(self) -> int:
@@ -326,6 +326,53 @@ class ResumableSampler(Sampler[int], ABC):
             positions = positions % self.n
         numbers: list[int] = order(positions).tolist()
         return numbers
+
+
+class _Indices(chain[int]):  # its `__next__` is in C, because it runs for each sample
+    """One pass over a sampler, with a state: torchdata's loaders save that of the iterator, too.
+
+    Such a loader restores what it has drawn, whether or not `advance()` counts the steps.
+    """
+
+    _sampler: ResumableSampler
+    _order: Order
+    _blocks: Iterator[list[int]]
+    _block: Iterator[int]  # the rest of the current block
+    _position: int  # global position behind it
+
+    @classmethod
+    def over(cls, sampler: ResumableSampler) -> _Indices:
+        """Begin a pass where the sampler starts."""
+        blocks = iter(lambda: indices._next_block(), None)
+        indices: _Indices = cls.from_iterable(blocks)  # type: ignore[assignment]  # of this class, not of its base
+        indices._sampler = sampler
+        indices._order = sampler._order()
+        indices._begin(sampler.start)
+        return indices
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the samples that all ranks together have drawn, if all draw alike."""
+        left = operator.length_hint(self._block) * self._sampler.num_replicas
+        return {"consumed": min(self._position - left, self._sampler.n)}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue behind the samples drawn; the sampler's next pass begins at the front, as in torch."""
+        list(self._block)  # drop the rest
+        self._begin(state["consumed"])
+        self._sampler.consumed = state["consumed"]
+        self._sampler.start = 0
+
+    def _begin(self, position: int) -> None:
+        self._block = iter(())
+        self._position = position
+        self._blocks = self._sampler._blocks(self._order, range(position, self._sampler.end_from(position)))
+
+    def _next_block(self) -> Iterator[int] | None:
+        for block in self._blocks:
+            self._position += len(block) * self._sampler.num_replicas
+            self._block = iter(block)
+            return self._block
+        return None
 
 
 class DistributedSampler(ResumableSampler):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -14,10 +16,37 @@ from .samplers import Place
 from .seeds import hash_seeds, seed_cpu
 
 
+def without_end(name: str, function: Callable[..., T], *args: Any, **options: Any) -> T:
+    """Call a function of the script, whose `StopIteration` is an error and not the end of the data."""
+    try:
+        return function(*args, **options)
+    except StopIteration as error:
+        raise ends_early(name) from error
+
+
+def ends_early(name: str) -> RuntimeError:
+    """Create the error for a `StopIteration` that is not the end of the data."""
+    return RuntimeError(
+        f"{name} raised StopIteration, which would have ended the epoch before its end. next() of an empty iterator "
+        "raises it: give it a default, or raise another exception."
+    )
+
+
+class Collate:
+    """A script's `collate_fn` for a stream: torch would take its `StopIteration` for the end of the stream."""
+
+    def __init__(self, function: Callable[[list[Any]], Any]) -> None:
+        self._function = function
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """Make a batch."""
+        return without_end("collate_fn", self._function, samples)
+
+
 def pass_epoch_on(owner: Any, epoch: int) -> None:
     """Call an object's `set_epoch`; without one, that of the objects it holds as `dataset` or in `datasets`."""
     if callable(getattr(owner, "set_epoch", None)):
-        owner.set_epoch(epoch)
+        without_end(f"{type(owner).__name__}.set_epoch()", owner.set_epoch, epoch)
         return
     held = getattr(owner, "__dict__", {})  # a property may be expensive
     inner = held.get("datasets")
@@ -32,6 +61,7 @@ def pass_epoch_on(owner: Any, epoch: int) -> None:
 _NODE_SPLITTERS = ("single_node_only", "split_by_node")
 _FEWER = "Use fewer ranks or workers, or split the data into more shards (files)."
 _END = object()  # end of a part
+T = TypeVar("T")
 
 
 def is_stream(dataset: Any) -> bool:
@@ -65,7 +95,24 @@ def shards_of(dataset: Any, place: Place, seed: int, num_workers: int, persisten
         )
     if readers == 1 and num_workers == 0 and not hasattr(dataset, "shard"):
         return dataset
+    if hasattr(dataset, "shard"):
+        _check_takes_place(dataset)
     return Stream(dataset, place, seed, num_workers, persistent)
+
+
+def _check_takes_place(dataset: Any) -> None:
+    """Raise if `shard` has other parameters: workers call it, and would fail one after the other."""
+    try:
+        signature = inspect.signature(dataset.shard)
+    except ValueError:  # of a function in C
+        return
+    try:
+        signature.bind(index=0, num_shards=1)
+    except TypeError as error:
+        raise TypeError(
+            f"The loader calls shard(index=..., num_shards=...), but {type(dataset).__name__} has shard{signature}: "
+            f"{error}. Name its parameters index and num_shards."
+        ) from None
 
 
 def _check_has_seed(dataset: Any) -> None:
@@ -91,8 +138,36 @@ def _is_without_seed(stage: Any) -> bool:
     return isinstance(entropy, int) and entropy >= 2**64
 
 
+def split_twice() -> TypeError:
+    """Create the error for another library that splits a loader's share of the samples."""
+    return TypeError(
+        "A loader of make_loader() reads this rank's share of the samples, and another library would split the share "
+        "between the ranks again: remove it from accelerate's prepare() or Fabric's setup_dataloaders(), loop over "
+        "the loader itself, and move its batches to the device."
+    )
+
+
+@contextmanager
+def reading(dataset: Any) -> Iterator[None]:
+    """Let the block, and the workers that it starts, read a stream, which refuses others."""
+    is_guarded = isinstance(dataset, Stream)
+    if is_guarded:
+        dataset.is_open = True
+    try:
+        yield
+    finally:
+        if is_guarded:
+            dataset.is_open = False
+
+
 class Stream(IterableDataset[Any]):
-    """Spread a stream's shards over ranks x workers; a stream without shards has one reader."""
+    """Spread a stream's shards over ranks x workers; a stream without shards has one reader.
+
+    Attributes:
+        is_open: Whether the loader itself reads it.
+    """
+
+    is_open = False
 
     def __init__(self, dataset: Any, place: Place, seed: int, num_workers: int, persistent: bool) -> None:
         self.dataset = dataset
@@ -119,6 +194,8 @@ class Stream(IterableDataset[Any]):
         return len(self.dataset)
 
     def __iter__(self) -> Iterator[Any]:
+        if not self.is_open:
+            raise split_twice()
         worker = get_worker_info()
         number = 0  # no workers, or peek(), which shows the first worker's part
         if worker is not None:
@@ -130,11 +207,12 @@ class Stream(IterableDataset[Any]):
         if not hasattr(self.dataset, "shard"):  # one reader: nothing to split
             return iter(self.dataset)
         num_shards = self.place.num_replicas * self.readers
-        part = self.dataset.shard(index=self._reader(number), num_shards=num_shards)
+        shard = self.dataset.shard
+        part = without_end("shard()", shard, index=self._reader(number), num_shards=num_shards)
         part = _without_node_splitters(part)
         pass_epoch_on(part, self.epoch)  # a separate object may start at epoch 0
         with WithoutWorkerInfo():
-            samples = iter(part)
+            samples = without_end("iter() of a shard", iter, part)
         return self._read_alone(samples, number)
 
     def _read_alone(self, samples: Iterator[Any], worker: int) -> Iterator[Any]:

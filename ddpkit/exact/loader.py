@@ -14,7 +14,6 @@ from ..data.loader import Batch, BatchShape, Loader, Loop, Seeds, check_options
 from ..data.samplers import DistributedSampler
 from ..data.seeds import generators_kept, hash_seeds, seed_cpu
 from ..errors import DdpkitError
-from ..job import current_job
 from ..job.current_job import get_device
 from . import sum as exact_sum
 from .gradients import MicroBatches, describe_kernels
@@ -209,8 +208,7 @@ class MicroBatchLoader(Loader):
             yield batch
 
     def _count_batch(self, loop: Loop) -> None:
-        if loop.drawn:
-            current_job.tell_samples(loop.drawn.popleft())
+        self._tell_samples(loop)
 
     def _next(self, batches: Iterator[Any], loop: Loop) -> Any:
         """Return this rank's micro-batches of the next step. One that cannot be made costs the step."""

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ..arguments import suggest_option
 from ..errors import DdpkitError, LaunchError, NotSetUpError, report_of
 from ..launch import ranks
 from ..launch.launch import Launch
@@ -527,6 +528,8 @@ def report(error: BaseException) -> BaseException:
 def _report(error: BaseException) -> BaseException:
     if ended_well(error):
         return error
+    with suppress(Exception):  # the script's exceptions do anything
+        suggest_option(error)
     job = current_job.job
     if job is not None and job.session is not None and job.session.is_own:
         error = job.session.explain(error, job.session) or error

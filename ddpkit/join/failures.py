@@ -24,6 +24,7 @@ from ..errors import (
     TRACE_LENGTH,
     DdpkitError,
     LaunchError,
+    MismatchError,
     PeerError,
     message_of,
     printable,
@@ -93,7 +94,8 @@ class Failure:
         if self.type == JobContinues.__name__:
             return JobContinues(self.message)
         if self.rank < 0:
-            return LaunchError(self.message)
+            kind = MismatchError if self.type == MismatchError.__name__ else LaunchError
+            return kind(self.message)
         return PeerError(self.rank, self.host, self.type, self.message, self.traceback)
 
 
@@ -193,7 +195,7 @@ class Failures:
         """Create the error for a wait for a rank that has left."""
         words = (
             f"while rank {self._rank} waited for it{_in_call()}. Every rank must make the same calls: is this one in a "
-            f"branch that only some ranks take, or had rank {rank} fewer batches?"
+            f"branch that only some ranks take, such as `if is_main_process():`, or had rank {rank} fewer batches?"
         )
         return PeerError(rank, self._hosts[rank], "left", words)
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -56,6 +57,7 @@ class Session:
         watch: Weak reference: returns the thread that can ask the other ranks, as long as it exists.
         explain: Explains why a collective broke.
         told: Progress of the script.
+        waits: The wait for all ranks in which the main thread is; "" if it is in none, or waits for some of them.
         acted_at: Time of its last batch or collective.
         connections: Those of the process group, to be cut after the job has failed.
         store_connections: Those to the store, to be cut if it does not answer after a failure.
@@ -80,6 +82,7 @@ class Session:
         self.watch: Callable[[], Any] = _no_watch
         self.explain: Callable[[BaseException, Session], DdpkitError | None] = _no_cause
         self.told: dict[str, int] = {}
+        self.waits = ""
         self.acted_at = time.monotonic()
         self.connections: set[int] = set()
         self.store_connections: set[int] = set()
@@ -118,16 +121,16 @@ class Session:
         key: str,
         timeout: timedelta | None = None,
         *,
-        failure: Failure | None = None,
+        error: BaseException | None = None,
         used: Sequence[str] = (),
         ranks: Ranks | None = None,
     ) -> None:
-        """Wait until all ranks are here; with a `failure`, report it instead and do not wait.
+        """Wait until all ranks are here; with an `error`, report it instead and do not wait.
 
         Args:
             key: Key of the barrier, from `count()`.
             timeout: Longest wait.
-            failure: Reason why this rank does not come.
+            error: Reason why this rank does not come.
             used: Keys to delete when these ranks meet again, so that no rank can still be reading them.
             ranks: The ranks that meet, this one included; by default all.
         """
@@ -135,8 +138,8 @@ class Session:
         everyone = ranks or range(len(self.hosts))
         barrier = StoreBarrier(self, everyone, key, timeout)
         with self.bounded(timeout):
-            if failure:
-                barrier.call_off(failure)
+            if error is not None:
+                barrier.call_off(error)
                 return
             barrier.wait()
             for old in self._used.pop(ranks, ()):
@@ -320,6 +323,7 @@ _BROKEN_FLAG = 1 << 40  # a flag in the counter
 _AT_ONCE = timedelta(seconds=5)  # time-out for a key that is being written
 _ROLL_CALL = 3.0  # seconds in which arrived ranks must answer when a barrier has broken
 _NOTED_AFTER = 1.0  # seconds of a wait after which a rank records where it waits
+_FAILED = {**FAILURE, "module": str}  # of the exception's class
 _MISSING = {"missing": [int], "seconds": float, "elsewhere": dict[str, str]}
 
 
@@ -354,19 +358,24 @@ class StoreBarrier:
             self._explain()
             return
         self._note_at = time.monotonic() + min(_NOTED_AFTER, self._timeout.total_seconds() / 2)
+        if len(self._ranks) == len(self._session.hosts):
+            self._session.waits = self._key
         try:
             left = timedelta(seconds=self._ends_at - time.monotonic())  # a slow store may have taken some
             self._session.until(self._is_complete, left, self._give_up)
         except BarrierTimeoutError:
             self._store.set(self._note, f"timed out in {self.name}")
             raise
+        finally:
+            self._session.waits = ""
         if self._note_at == math.inf:
             self._store.delete_key(self._note)
 
-    def call_off(self, failure: Failure) -> None:
+    def call_off(self, error: BaseException) -> None:
         """Report that this rank has failed. It does not arrive, so that the barrier never looks complete."""
         if self._store.add(self.counter, _BROKEN_FLAG) < 2 * _BROKEN_FLAG:  # the first reason stands
-            self._store.set(f"{self._key}/why", failure.to_json())
+            failure = asdict(self._session.failure_of(error))
+            self._store.set(f"{self._key}/why", json.dumps({**failure, "module": str(type(error).__module__)}))
 
     def _is_complete(self) -> bool | None:
         """Return True if all have arrived, None if not; raise if that is no longer possible."""
@@ -423,9 +432,11 @@ class StoreBarrier:
             return BarrierTimeoutError(f"{self.name}: a rank timed out and ended before it gave the reason.", [], [])
 
         self._session.wait_for_key(reason, _AT_ONCE, late)
-        why = parse(self._store.get(reason), reason, FAILURE, _MISSING)
+        why = parse(self._store.get(reason), reason, _FAILED, _MISSING)
         if "missing" not in why:
-            raise Failure.from_fields(why).to_error()
+            failed = Failure.from_fields(why).to_error()
+            failed._module = why["module"]
+            raise failed
         if why["missing"]:
             raise self._timeout_error(why)
         return True

@@ -85,11 +85,11 @@ def _no_gradient_sync(module: Any) -> Iterator[None]:
 
 
 @overload
-def global_mean(loss_sum: Loss, count: SupportsFloat) -> Loss: ...
+def global_mean(loss_sum: Loss, count: SupportsFloat, *, minimum: float = 0) -> Loss: ...
 @overload
-def global_mean(loss_sum: nn.Module, count: SupportsFloat) -> None: ...
+def global_mean(loss_sum: nn.Module, count: SupportsFloat, *, minimum: float = 0) -> None: ...
 @untraced
-def global_mean(loss_sum: Any, count: Any) -> Any:
+def global_mean(loss_sum: Any, count: Any, *, minimum: float = 0) -> Any:
     """Scale a sum of losses, or its gradients, to the mean over all ranks' samples. Collective.
 
     DDP and `average_gradients` average gradients over ranks, which is wrong if the ranks' numbers
@@ -102,15 +102,18 @@ def global_mean(loss_sum: Any, count: Any) -> Any:
             are scaled in place, so accumulation needs no count in advance.
         count: Number of those samples without padding (`loader.samples`), or their total weight; may
             be 0 if another rank has samples. With accumulation, count all micro-batches of the step.
+        minimum: Least total count to divide by, the same on every rank. With `minimum=1` a step without
+            any (no object in the images, only padding tokens) gives 0, as `max(1, n)` on one process.
 
     Returns:
-        `loss_sum * world size / total count`. Its mean over ranks (`all_reduce_mean`) is the mean
+        `loss_sum * world size / max(minimum, total count)`. Its mean over ranks (`all_reduce_mean`) is the mean
         over all samples. None for a model.
 
     Raises:
         MismatchError: On the other ranks, if one raises an error below.
         TypeError: If the loss is sharded, or a model is sharded other than by DTensors.
-        ValueError: If a count is negative or not finite; on every rank, if the total count is 0.
+        ValueError: If a count or `minimum` is negative or not finite; on every rank, if both the total
+            count and `minimum` are 0.
 
     Example:
         >>> global_mean(torch.tensor(6.0), 3)
@@ -131,6 +134,7 @@ def global_mean(loss_sum: Any, count: Any) -> Any:
     """
     peers = current_job.data_parallel()
     current_job.weighting.add("global_mean")
+    call = f"global_mean(minimum={minimum:g})" if minimum else "global_mean()"
     with raise_everywhere("global_mean()", peers):
         if isinstance(loss_sum, nn.Module):
             check_tensors("global_mean()", without_dtensors(loss_sum.named_parameters()))
@@ -140,10 +144,14 @@ def global_mean(loss_sum: Any, count: Any) -> Any:
             count = count.item()  # a float16 sum would overflow
         if not 0 <= count < math.inf:
             raise ValueError(f"global_mean() needs a count of at least 0, got {count}.")
-    total = reduce_tree(count, "sum", None, check=True, peers=peers, call="global_mean()")
+        if not 0 <= minimum < math.inf:
+            raise ValueError(f"global_mean() needs a minimum of at least 0, got {minimum}.")
+    total = max(minimum, reduce_tree(count, "sum", None, check=True, peers=peers, call=call))
     if not 0 < total < math.inf:
-        found = f"the counts add up to {total}"
-        raise ValueError(f"global_mean() needs at least one sample on some rank, but {found}.")
+        raise ValueError(
+            f"global_mean() needs at least one sample on some rank, but the counts add up to {total}. If a step may "
+            "have none (no object, only padding tokens), pass minimum=1: it then divides by max(1, count)."
+        )
     factor = get_data_parallel_world_size() / total
     if not isinstance(loss_sum, nn.Module):
         return loss_sum * (factor if count else 0.0)

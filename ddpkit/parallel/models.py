@@ -22,11 +22,13 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def child_of_wrapper(module: nn.Module) -> str:
-    """Return the name of the attribute in which a torch wrapper holds the model; "" if it is not a wrapper."""
+    """Return the name of the attribute in which a wrapper holds the model; "" if it is not a wrapper."""
     if isinstance(module, DataParallel | DistributedDataParallel):
         return "module"
     if is_compiled(module):
         return "_orig_mod"
+    if type(module).__name__ == "_FabricModule":  # what Lightning Fabric's `setup()` returns
+        return "_forward_module"
     return ""
 
 
@@ -37,7 +39,7 @@ def unwrap_model(model: DataParallel[M]) -> M: ...
 @overload
 def unwrap_model(model: M | DistributedDataParallel | DataParallel[M]) -> M: ...
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return the model itself, without DDP, DataParallel and `torch.compile` in any nesting.
+    """Return the model itself, without DDP, DataParallel, `torch.compile` and Fabric's wrapper in any nesting.
 
     A submodule of the model named `module` stays.
 

@@ -38,6 +38,8 @@ _LIBRARIES = tuple(path + os.sep for path in (_PACKAGE, os.path.dirname(torch.__
 _WRAPPERS = {"wrapper", "decorate_context", "_fn", "_call_impl", "_wrapped_call_impl", "inner"}
 _MOST_FRAMES = 60  # innermost frames of a stack in a report
 PAUSE = 600.0  # seconds before the next report
+_LASTING = 15.0  # seconds after which a rank is not merely about to leave a wait
+_MOST_CALLS = 8  # ranks in an error
 _MOST_TOLD = 5  # numbers that describe the script's progress
 _LONGEST = 300  # characters of a text in a report
 
@@ -54,6 +56,7 @@ class Activity:
         place: The script's line.
         seconds: Time since the script got a batch from a loader, or entered a ddpkit collective.
         told: Progress of the script as far as known: epoch and batch of the loader that it reads.
+        waits: The wait of ddpkit's for all ranks that it is in; "" if it is in none.
         stack: Its calls, the outermost first, as "file:line function".
     """
 
@@ -64,6 +67,7 @@ class Activity:
     place: str
     seconds: float
     told: dict[str, int]
+    waits: str
     stack: tuple[str, ...]
 
     @property
@@ -75,7 +79,7 @@ class Activity:
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Activity:
         """Create it from fields of the form `ACTIVITY`, and shorten their texts."""
-        texts = {name: _short(fields[name]) for name in ("host", "call", "place")}
+        texts = {name: _short(fields[name]) for name in ("host", "call", "place", "waits")}
         stack = tuple(map(_short, fields["stack"][-_MOST_FRAMES:]))
         told = {_short(name): number for name, number in islice(fields["told"].items(), _MOST_TOLD)}
         return cls(**(fields | texts | {"stack": stack, "told": told}))
@@ -108,11 +112,11 @@ def readable_stacks() -> Iterator[None]:
 ACTIVITY = get_type_hints(Activity)  # the form of its JSON
 
 
-def describe_main_thread(rank: int, told: dict[str, int], seconds: float) -> Activity:
+def describe_main_thread(rank: int, told: dict[str, int], waits: str, seconds: float) -> Activity:
     """Describe the main thread's position, from another thread, and the script's reported progress."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     name, place, stack = _describe(frame)
-    return Activity(rank, socket.gethostname(), os.getpid(), name, place, seconds, told, stack)
+    return Activity(rank, socket.gethostname(), os.getpid(), name, place, seconds, told, waits, stack)
 
 
 def _describe(frame: FrameType | None) -> tuple[str, str, tuple[str, ...]]:
@@ -163,6 +167,9 @@ class Picture:
     """What all ranks are doing, gathered on rank 0 for its log; at most once in ten minutes.
 
     It is shown after too long a wait; or, on mere suspicion, if all ranks are in collectives, but not in the same one.
+
+    Attributes:
+        deadlock: Why no rank of the picture shown last can continue; "" if one may.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -171,6 +178,7 @@ class Picture:
         self._begun_at = -math.inf
         self._until: float | None = None
         self._is_suspected = False
+        self.deadlock = ""
 
     def begin(self, seconds: float, is_suspected: bool = False) -> bool:
         """Return whether to ask the ranks now; their answers are awaited with a time limit."""
@@ -202,13 +210,31 @@ class Picture:
                 return []
             title = (
                 "The ranks are in different calls. Unless one of them still computes, they wait for each other until "
-                "the time-out. Every rank must make the same calls in the same order:"
+                f"the time-out. Every rank must make the same calls in the same order{self._guess()}:"
             )
         return [title, *fold(self._activities.values(), self._world_size)]
 
     def _is_deadlock(self) -> bool:
-        found = self._activities.values()
-        return all(each.is_in_collective for each in found) and len({each.call for each in found}) > 1
+        """Return whether all ranks are in collectives, but not in the same one; explain it if none can continue."""
+        found = [self._activities[rank] for rank in sorted(self._activities)]
+        waits = {each.waits for each in found}
+        if "" in waits or len(waits) == 1:
+            return all(each.is_in_collective for each in found) and len({each.call for each in found}) > 1
+        if min(each.seconds for each in found) < _LASTING:  # one may be about to leave its wait
+            return False
+        calls = "; ".join(f"rank {each.rank} in {each.call} at {each.place}" for each in found[:_MOST_CALLS])
+        self.deadlock = (
+            f"The ranks wait for each other in different calls, so that none can continue: {calls}. "
+            f"Every rank must make the same calls in the same order{self._guess()}."
+        )
+        return True
+
+    def _guess(self) -> str:
+        """Guess why rank 0 is in another call than all others; "" if it is not."""
+        mine = self._activities[0]
+        if any(each.waits == mine.waits and each.call == mine.call for each in self._activities.values() if each.rank):
+            return ""
+        return f": is {mine.call} at {mine.place} inside `if is_main_process():`? Call it on every rank"
 
 
 def fold(activities: Iterable[Activity], world_size: int, processes: Mapping[int, str] | None = None) -> list[str]:

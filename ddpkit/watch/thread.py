@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
-from ..errors import ERRORS_OF_ALL_RANKS, DdpkitError, LaunchError, describe_error
+from ..errors import ERRORS_OF_ALL_RANKS, DdpkitError, LaunchError, MismatchError, describe_error
 from ..join.failures import GRACE, Failure
 from ..join.session import Session
 from ..join.sockets import cut
@@ -293,7 +293,7 @@ class WatchThread(threading.Thread):
         with self._harmless():
             session = self._session
             seconds = time.monotonic() - session.acted_at
-            self._on_activity(describe_main_thread(session.rank, session.told, seconds))
+            self._on_activity(describe_main_thread(session.rank, session.told, session.waits, seconds))
         if session.rank > 0:
             self._has_answered.set()
 
@@ -314,7 +314,7 @@ class WatchThread(threading.Thread):
         elif self._session.rank == 0 and seconds > self._asks_after and self._failures.known is None:
             self._asks_after = 2 * seconds
             with self._harmless():
-                mine = describe_main_thread(0, {}, seconds)
+                mine = describe_main_thread(0, {}, "", seconds)
                 if mine.is_in_collective and self._picture.begin(_ANSWERS, is_suspected=True):
                     self._ask()
 
@@ -336,6 +336,9 @@ class WatchThread(threading.Thread):
             if lines:
                 _log(logging.ERROR, "\n".join(lines))
                 self._has_answered.set()
+            if self._picture.deadlock and self._failures.known is None:
+                host = self._session.hosts[0]
+                self._on_failure(Failure(-1, host, MismatchError.__name__, self._picture.deadlock, ""))
 
     # The step at which all stop.
 
@@ -420,7 +423,7 @@ class WatchThread(threading.Thread):
 
     def _delay(self, failure: Failure) -> float:
         """Return the seconds in which this rank may find the other's error by itself."""
-        if failure.type == "lost":
+        if failure.type == "lost" or failure.rank < 0:
             return 0.0
         if failure.type in _OF_ALL:
             return _TOGETHER

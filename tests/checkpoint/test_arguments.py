@@ -94,3 +94,24 @@ def test_ranks_that_differ_in_their_arguments_all_raise(tmp_path: Path, nprocs: 
         for case, words in {"long": "xxxxxxxx", "odd": "cannot read \\udcff"}.items():
             assert said[case].startswith("CheckpointError") and words in said[case], said[case][:1000]
             assert len(said[case]) < 50_000
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_a_relative_folder_in_another_directory_on_one_rank_is_refused_at_the_first_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, size = ddpkit.get_rank(), ddpkit.get_world_size()
+    monkeypatch.chdir(tmp_path)
+    Checkpointer("same").save(1, note=1)
+    mine = tmp_path / f"{rank}"
+    mine.mkdir()
+    monkeypatch.chdir(mine)
+    Checkpointer(tmp_path / "shared").save(1, note=1)
+    checkpoints = Checkpointer("checkpoints")
+    for call in (lambda: checkpoints.save(1, note=1), checkpoints.load_latest):
+        if size == 1:
+            call()
+            continue
+        with pytest.raises(ddpkit.MismatchError, match=r"folder \(pass an absolute path\): .*/0/checkpoints on rank 0"):
+            call()
+        assert not (mine / "checkpoints").exists()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 import re
 import threading
 import time
@@ -355,3 +356,48 @@ def call_before_setup(name: str) -> None:
 
     arguments = {"barrier": (), "stop_together": (True,), "check_replicas": (torch.nn.Linear(1, 1),)}
     getattr(ddpkit, name)(*arguments.get(name, (1.0,)))
+
+
+class Pruned(Exception):
+    """As a search's exception: with an argument and a text of its own."""
+
+    def __init__(self, trial: int) -> None:
+        super().__init__(trial)
+        self.trial = trial
+
+    def __str__(self) -> str:
+        return f"trial {self.trial}"
+
+
+def fail(kind: type[Exception]) -> None:
+    raise kind(3)
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("kind", [Pruned, FileNotFoundError, KeyError, ddpkit.CheckpointError])
+def test_an_except_around_what_one_rank_does_catches_on_every_rank(kind: type[Exception]) -> None:
+    for place in ("run_on_main", "together", "main_process_first"):
+        try:
+            if place == "run_on_main":
+                ddpkit.run_on_main(fail, kind)
+            elif place == "together":
+                with ddpkit.together():
+                    if ddpkit.is_main_process():
+                        fail(kind)
+            else:
+                with ddpkit.main_process_first():
+                    fail(kind)
+        except kind as error:
+            assert isinstance(error, PeerError) == (not ddpkit.is_main_process())
+            if isinstance(error, PeerError):
+                found = pickle.loads(pickle.dumps(error))
+                assert (type(found), found.error_type, str(found)) == (PeerError, kind.__name__, str(error))
+                assert str(error).startswith("rank 0 (")
+    assert ddpkit.all_reduce_mean(1.0) == 1.0
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("kind", [MemoryError, RuntimeError])
+def test_other_exceptions_stay_a_peers_error_elsewhere(kind: type[Exception]) -> None:
+    with pytest.raises(kind if ddpkit.is_main_process() else PeerError):
+        ddpkit.run_on_main(fail, kind)

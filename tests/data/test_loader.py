@@ -990,3 +990,66 @@ def test_a_stream_without_shards_is_not_read_by_several_workers():
 def test_what_cannot_be_loaded_is_refused(error, arguments, message):
     with pytest.raises(error, match=message):
         make_loader(**{"dataset": range(8), "batch_size": 2, **arguments})
+
+
+class Ends:
+    """A dataset in which a call of the script raises StopIteration, as `next()` of an empty iterator does."""
+
+    epoch = 0
+
+    def __init__(self, place):
+        self.place = place
+
+    def __len__(self):
+        return 24
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+        if self.place == "set_epoch" and epoch == 1:
+            next(iter([]))
+
+    def __getitem__(self, index):
+        return next(iter([])) if self.place == "sample" and index == 8 else index
+
+    def collate(self, samples):
+        return next(iter([])) if self.place == "collate" and 8 in samples else samples
+
+
+def batches_and_errors(loader):
+    batches, errors = iter(loader), []
+    found = []
+    while True:
+        try:
+            found.append(next(batches))
+        except StopIteration:
+            return found, errors
+        except RuntimeError as error:
+            errors.append(str(error))
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize("place", ["sample", "collate"])
+@pytest.mark.parametrize("train", [True, False])
+def test_a_scripts_stop_iteration_is_an_error_that_names_the_samples(number, place, train):
+    rank, size = ddpkit.get_rank(), ddpkit.get_world_size()
+    dataset = Ends(place)
+    options = {"shuffle": False if train else None, "collate_fn": dataset.collate, "train": train}
+    loader = make_loader(dataset, 2, **options, **workers(number))
+    found, errors = batches_and_errors(loader)
+    mine = [list(range(24))[rank::size][i : i + 2] for i in range(0, 24, 2)]
+    assert found == [batch for batch in mine if batch and 8 not in batch]
+    assert len(errors) == (8 % size == rank) and loader.epoch == 1
+    for error in errors:
+        samples = ", ".join(map(str, next(batch for batch in mine if 8 in batch)))
+        assert f"epoch 0, samples {samples}, raised StopIteration" in error
+
+
+def test_stop_iteration_in_a_micro_batch_or_in_set_epoch_is_an_error():
+    sizes = {"global_batch_size": 6, "micro_batch_size": 2, "shuffle": False}
+    found, errors = batches_and_errors(ddpkit.make_micro_batch_loader(Ends("sample"), **sizes))
+    assert len(found) == 3 and len(errors) == 1 and "samples 8, 9, raised" in errors[0]
+    loader = make_loader(Ends("set_epoch"), 2)
+    assert len(list(loader)) == 12
+    with pytest.raises(RuntimeError, match=r"Ends\.set_epoch\(\) raised StopIteration"):
+        list(loader)

@@ -132,3 +132,55 @@ def save_and_load(folder: str) -> list[Any]:
 def test_a_checkpoint_keeps_the_place_in_a_stream(w: int, tmp_path: Path) -> None:
     for resumed, went_on in on_ranks(save_and_load, w, str(tmp_path)):
         assert resumed == went_on
+
+
+class Ends(Rows):
+    """A stream in which a call of the script raises StopIteration, as `next()` of an empty iterator does."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__(6)
+        self.place = place
+
+    def shard(self, index: int, num_shards: int) -> Any:
+        return next(iter([])) if self.place == "shard" else super().shard(index, num_shards)
+
+    def collate(self, rows: list[Any]) -> Any:
+        return next(iter([])) if self.place == "collate_fn" else rows
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize("place", ["shard", "collate_fn"])
+def test_a_scripts_stop_iteration_does_not_end_a_stream(place: str, number: int) -> None:
+    stream = Ends(place)
+    loader = make_loader(stream, 2, collate_fn=stream.collate, **workers(number))
+    with pytest.raises(RuntimeError, match=rf"{place}.* raised StopIteration"):
+        list(loader)
+    assert loader.epoch == 0
+
+
+class Eight(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+
+def stop(worker: int) -> None:
+    next(iter([]))
+
+
+@pytest.mark.ranks(1)
+def test_a_stop_iteration_in_worker_init_fn_does_not_end_a_stream() -> None:
+    loader = make_loader(Eight(), 2, worker_init_fn=stop, **workers(1))
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        list(loader)
+
+
+class Parts(Rows):
+    def shard(self, rank: int, world_size: int) -> Any:  # type: ignore[override]
+        return super().shard(rank, world_size)
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_a_shard_with_other_parameters_is_refused_at_once() -> None:
+    with pytest.raises(TypeError, match=r"Parts has shard\(rank: .*Name its parameters index and num_shards"):
+        make_loader(Parts(6), 2, num_workers=1)

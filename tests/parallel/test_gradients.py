@@ -593,6 +593,34 @@ def test_a_rank_that_calls_another_function_meanwhile_is_an_error_on_every_rank(
         assert "global_mean() on rank 0; all_reduce_mean(value) on rank 1" in text
 
 
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("of_model", [True, False])
+def test_a_step_without_positives_divides_by_the_minimum_as_one_process(of_model: bool) -> None:
+    rank, world_size = get_rank(), get_world_size()
+    for positives in ([3, 0, 1], [0, 0, 0], [0, 2, 0]):
+        mine = positives[:world_size][rank]
+        model = wrap_model(nn.Linear(1, 1, bias=False).double())
+        loss_sum = (mine + 0.25) * model(torch.ones(1, 1).double()).sum()  # the negatives' part is never 0
+        if of_model:
+            loss_sum.backward()
+            global_mean(model, mine, minimum=1)
+        else:
+            global_mean(loss_sum, mine, minimum=1).backward()
+        total = sum(positives[:world_size])
+        gradient = unwrap_model(model).weight.grad.item()
+        assert gradient == pytest.approx((total + 0.25 * world_size) / max(1, total), abs=1e-12)
+    with pytest.raises(ValueError, match=r"counts add up to 0.*only padding tokens.*pass minimum=1"):
+        global_mean(torch.tensor(0.0), 0)
+
+
+@pytest.mark.ranks(2, 3)
+def test_ranks_that_pass_different_minimums_get_an_error_on_each() -> None:
+    with pytest.raises(MismatchError, match=r"global_mean\(\) on rank"):
+        global_mean(1.0, 2, minimum=0 if get_rank() == 1 else 1)
+    with pytest.raises((ValueError, MismatchError), match="needs a minimum of at least 0"):
+        global_mean(1.0, 2, minimum=-1 if get_rank() == 1 else 1)
+
+
 def _scaled() -> tuple[list[float], list[float]]:
     """The gradients of a step with accumulation and frozen, unused and shared parameters, scaled at its end."""
     net = _Policy().double()

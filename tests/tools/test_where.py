@@ -27,7 +27,7 @@ from ddpkit.job import current_job
 from ddpkit.tools import cli, where
 from ddpkit.tools.where import Answer, ask, jobs_here
 from ddpkit.watch import links as monitor_tree
-from ddpkit.watch import thread
+from ddpkit.watch import messages, thread
 from ddpkit.watch.messages import Activity, fold
 
 PATIENCE = 120.0  # seconds, which only a hang needs
@@ -241,10 +241,54 @@ def test_ranks_that_wait_in_different_calls_are_shown_long_before_the_time_is_up
     assert re.search(r"^rank 1 \(.*: (forward|backward) at test_where.py:\d+, ", rest, re.MULTILINE), rest
 
 
+def wait_for_each_other(kind: str, folder: str) -> None:
+    thread._LONG_WAIT, messages._LASTING = 2.0, 1.0
+    with ddpkit.distributed(timeout=timedelta(minutes=9)):
+        if ddpkit.is_main_process():
+            if kind == "barrier":
+                ddpkit.barrier("main")
+            else:
+                ddpkit.Checkpointer(folder).save(1, note=1)
+        if kind == "mean":
+            ddpkit.run_on_main(int)
+            ddpkit.all_reduce_mean(1.0)
+        ddpkit.barrier()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("kind", ["save", "barrier", "mean"])
+def test_ranks_of_which_none_can_continue_end_and_hear_a_guess(kind: str, world_size: int, tmp_path: Path) -> None:
+    port = free_port()
+    environments = [platform_env(rank, world_size, port) for rank in range(world_size)]
+    call = "barrier" if kind == "barrier" else "save"
+    for end in run(wait_for_each_other, environments, kind, str(tmp_path)):
+        assert end.code == 1
+        assert "MismatchError: The ranks wait for each other in different calls, so that none can" in end.output
+        assert re.search(rf"is {call} at test_where.py:\d+ inside `if is_main_process\(\):`\?", end.output), end.output
+
+
+def work_while_others_wait() -> None:
+    thread._LONG_WAIT, messages._LASTING = 0.5, 0.1
+    with ddpkit.distributed(timeout=timedelta(minutes=9)):
+        ddpkit.run_on_main(time.sleep, 4.0)
+        if ddpkit.is_main_process():
+            time.sleep(4.0)  # the others are in another call, which rank 0 still reaches
+        ddpkit.barrier()
+        if not ddpkit.is_main_process():
+            time.sleep(4.0)
+        ddpkit.all_reduce_mean(1.0)
+
+
+def test_ranks_that_wait_for_one_that_works_are_left_alone() -> None:
+    port = free_port()
+    for end in run(work_while_others_wait, [platform_env(rank, 3, port) for rank in range(3)]):
+        assert end.code == 0 and "different calls" not in end.output, end.output
+
+
 def test_equal_stacks_are_shown_once_and_the_silent_are_named() -> None:
     def at(rank: int, call: str, seconds: float) -> Activity:
         stack = ("train.py:8 main", f"{call}.py:1 {call}")
-        return Activity(rank, "node", 100 + rank, call, "train.py:8", seconds, {"batch": rank // 2}, stack)
+        return Activity(rank, "node", 100 + rank, call, "train.py:8", seconds, {"batch": rank // 2}, "", stack)
 
     activities = [at(rank, "all_reduce", 10.0 + rank) for rank in (3, 0, 1, 6)] + [at(2, "sleep", 0.3)]
     assert fold(activities, 8) == [
@@ -260,7 +304,7 @@ def test_equal_stacks_are_shown_once_and_the_silent_are_named() -> None:
 
 def test_ranks_below_one_that_does_not_answer_are_not_called_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor_tree, "CHILDREN", 1)
-    first = Activity(0, "node", 100, "step", "train.py:8", 0.0, {}, ())
+    first = Activity(0, "node", 100, "step", "train.py:8", 0.0, {}, "", ())
     assert fold([first], 4)[1:] == [
         "rank 1: no answer; it has left, is stopped, or is in a C call that holds the interpreter",
         "ranks 2-3: not reached: ranks on the way from rank 0 do not answer",

@@ -103,7 +103,7 @@ def losses(loss: Tensor, count: Tensor, model: nn.Module) -> None:
     assert_type(ddpkit.global_mean(loss, 3), Tensor)
     assert_type(ddpkit.global_mean(loss, count), Tensor)
     assert_type(ddpkit.global_mean(2.0, np.int64(3)), float)
-    ddpkit.global_mean(model, 3.0)
+    ddpkit.global_mean(model, 3.0, minimum=1)
 
 
 def data() -> ddpkit.Loader:

@@ -250,7 +250,7 @@ class Samples:
             was_cut = known.trains and self._ending.cut_epoch(known.batches, known.planned)
             try:
                 if was_cut:
-                    raise StopIteration
+                    raise _Cut
                 batch = original(iterator)
             except StopIteration:
                 known.fetched = False
@@ -321,6 +321,10 @@ def _sampler_of(loader: Any) -> Any:
     return sampler
 
 
+class _Cut(StopIteration):
+    """Ends an epoch early; ddpkit's loaders let it pass."""
+
+
 class _Planned:
     """Stands for an index sampler: reads all of it when the first batch is asked for, and tells it."""
 
@@ -336,7 +340,9 @@ class _Planned:
         return number
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self._sampler)
+        return self._read(iter(self._sampler))  # now: a loader of ddpkit's gives its batches to one loop
+
+    def _read(self, batches: Iterator[Any]) -> Iterator[Any]:
         ahead = []
         samples = 0
         for batch in batches:
