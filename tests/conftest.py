@@ -7,6 +7,7 @@ import importlib.util
 import multiprocessing
 import os
 import random
+import re
 import signal
 import sys
 import warnings
@@ -79,8 +80,13 @@ _STORM_SHARE = float(os.environ.get("STORM_SHARE", "1"))
 _STORM_VARIANTS = int(os.environ.get("STORM_VARIANTS", sys.maxsize))
 _STORM_SEED = os.environ.get("STORM_SEED", "1")
 
-# scripts, which train as soon as they are imported
-collect_ignore = [f"check/{kind}" for kind in ("wrong", "correct")]
+# scripts, which train as soon as they are imported, or need packages that nothing else here does
+collect_ignore = [
+    "check/wrong",
+    "check/correct",
+    "tools/rehearsed_accelerate.py",
+    "tools/rehearsed_lightning_fabric.py",
+]
 collect_ignore_glob = [files for files, packages in _OF_EXAMPLES.items() if _missing(packages)]
 
 
@@ -148,7 +154,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave variants out if asked to, and skip what trains the digits where their packages are not installed."""
+    """Leave variants out if asked to, and skip tests whose packages are not installed."""
     variants: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("storm") and not config.getoption("lf", False):
@@ -160,10 +166,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out.update(draw.sample(each, len(each) - min(len(each), kept)))
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
-    missing = _missing(_OF_EXAMPLES["examples/digits/*"])
     for item in items:
-        if missing and "digits" in item.name:
-            item.add_marker(pytest.mark.skip(reason=f"needs {missing}"))
+        packages = [package for marker in item.iter_markers("peers") for package in marker.args]
+        if re.search("digits|logged_metrics", item.name):
+            packages += _OF_EXAMPLES["examples/digits/*"]
+        if missing := _missing(packages):
+            item.add_marker(pytest.mark.skip(reason=f"needs {', '.join(missing)}"))
 
 
 def _call(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
