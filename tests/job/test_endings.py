@@ -75,6 +75,8 @@ if pid == 0:
     {child}
 code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 assert code == {code} and ddpkit.all_reduce(1) == context.world_size, code
+ddpkit.teardown()
+os._exit(0)
 """
 CHILDREN = {
     "exits": ("sys.exit(7)", 7),

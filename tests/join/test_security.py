@@ -57,7 +57,7 @@ def train(folder: str, joins_late: bool) -> None:
     rank = os.environ["RANK"]
     if joins_late and rank == "1":
         wait_for(f"{folder}/planted")
-    with ddpkit.distributed(timeout=timedelta(seconds=10 if joins_late else 45)):
+    with ddpkit.distributed(timeout=timedelta(seconds=5 if joins_late else 45)):
         Path(folder, f"joined-{rank}").touch()
         wait_for(f"{folder}/planted")
         assert ddpkit.run_on_main(lambda: [1, 2]) == [1, 2]

@@ -90,10 +90,15 @@ with ddpkit.distributed() as job:
 @pytest.mark.parametrize(
     ("steps", "who", "call"),
     [
-        ("2", "job.rank == 0", r"all_reduce_mean\(\) at train.py:9"),
-        ("2 + 2 * (job.rank == 0)", "False", r"(backward|DDP's forward) at train.py:[67]"),
+        pytest.param("2", "job.rank == 0", r"all_reduce_mean\(\) at train.py:9", id="a call on rank 0 alone"),
+        pytest.param(
+            "2 + 2 * (job.rank == 0)",
+            "False",
+            r"(backward|DDP's forward) at train.py:[67]",
+            id="fewer batches on rank 1",
+            marks=pytest.mark.storm,
+        ),
     ],
-    ids=["a call on rank 0 alone", "fewer batches on rank 1"],
 )
 def test_a_failure_begins_with_its_cause_in_one_line_and_shows_the_scripts_lines_alone(
     steps: str, who: str, call: str, tmp_path: Path
