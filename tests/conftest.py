@@ -7,6 +7,7 @@ import importlib.util
 import multiprocessing
 import os
 import random
+import re
 import signal
 import sys
 import warnings
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 from processes import import_once
-from xdist.scheduler import LoadScopeScheduling
+from workers import pytest_sessionfinish, pytest_testnodedown, pytest_xdist_make_scheduler  # noqa: F401  hooks
 
 import ddpkit
 from ddpkit import testing
@@ -57,30 +58,18 @@ def _missing(packages: list[str]) -> list[str]:
     return [package for package in packages if importlib.util.find_spec(package) is None]
 
 
-# whose tests share what takes long to make: the runs of a trainer or of programs side by side, compiled code
-_TOGETHER = (
-    "examples/snakes_ddpg",
-    "launchers/test_slurm.py",
-    "launchers/test_torchrun.py",
-    "watch/test_main_thread.py",
-    "test_robot_trainer.py",
-    "test_video_trainer.py",
-)
-
-# what waits for seconds, the longest first: some of the workers begin with it, so that the others compute meanwhile
-_WAITING = tuple(
-    f"tests/{folder}/"
-    for folder in ("tools", "job", "join", "watch", "survival", "stop", "guard", "testing", "faults", "check")
-)
-_WAITERS = ("gw0", "gw1", "gw2")
-
 # the share of the storm's tests that run, and at most how many variants of each, both drawn with a seed
 _STORM_SHARE = float(os.environ.get("STORM_SHARE", "1"))
 _STORM_VARIANTS = int(os.environ.get("STORM_VARIANTS", sys.maxsize))
 _STORM_SEED = os.environ.get("STORM_SEED", "1")
 
-# scripts, which train as soon as they are imported
-collect_ignore = [f"check/{kind}" for kind in ("wrong", "correct")]
+# scripts, which train as soon as they are imported, or need packages that nothing else here does
+collect_ignore = [
+    "check/wrong",
+    "check/correct",
+    "tools/rehearsed_accelerate.py",
+    "tools/rehearsed_lightning_fabric.py",
+]
 collect_ignore_glob = [files for files, packages in _OF_EXAMPLES.items() if _missing(packages)]
 
 
@@ -104,41 +93,6 @@ def pytest_report_header() -> list[str]:
     return header
 
 
-class _Groups(LoadScopeScheduling):
-    """Hands a group of tests to one worker of xdist: each worker that runs one of them makes anew what they share.
-
-    The marker `xdist_group` says the same, but xdist 3.8 does not find it with pytest 9.2.
-    """
-
-    _is_sorted = False
-
-    def _split_scope(self, nodeid: str) -> str:
-        return next((part for part in _TOGETHER if part in nodeid), nodeid)
-
-    def _assign_work_unit(self, node: Any) -> None:
-        if not self._is_sorted:
-            self._sort()
-            self._is_sorted = True
-        if node.gateway.id not in _WAITERS:  # they begin with the last, which compute
-            self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
-        super()._assign_work_unit(node)
-
-    def _sort(self) -> None:
-        """Put what waits first, and what computes behind it from the last to the first."""
-        places = {}
-        for number, (scope, tests) in enumerate(self.workqueue.items()):
-            folders = [i for i, folder in enumerate(_WAITING) if next(iter(tests)).startswith(folder)]
-            places[scope] = (folders[0] if folders else len(_WAITING), -number)
-        for scope in sorted(places, key=places.__getitem__):
-            self.workqueue.move_to_end(scope)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Groups | None:
-    """Keep groups of tests together, unless `--dist` asks for something else."""
-    return _Groups(config, log) if config.option.dist == "loadgroup" else None
-
-
 def pytest_collection_finish() -> None:
     """Start the process from which all others are forked, before a test starts it with less in it."""
     if "DDPKIT_TESTING_RANKS" not in os.environ:
@@ -148,7 +102,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave variants out if asked to, and skip what trains the digits where their packages are not installed."""
+    """Leave variants out if asked to, and skip tests whose packages are not installed."""
     variants: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("storm") and not config.getoption("lf", False):
@@ -160,10 +114,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out.update(draw.sample(each, len(each) - min(len(each), kept)))
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
-    missing = _missing(_OF_EXAMPLES["examples/digits/*"])
     for item in items:
-        if missing and "digits" in item.name:
-            item.add_marker(pytest.mark.skip(reason=f"needs {missing}"))
+        packages = [package for marker in item.iter_markers("peers") for package in marker.args]
+        if re.search("digits|logged_metrics", item.name):
+            packages += _OF_EXAMPLES["examples/digits/*"]
+        if missing := _missing(packages):
+            item.add_marker(pytest.mark.skip(reason=f"needs {', '.join(missing)}"))
 
 
 def _call(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -114,7 +114,7 @@ def _end_all(process: subprocess.Popen[bytes]) -> None:
 
 def import_once() -> None:
     """Start the process from which others are forked, with what takes long to import: torch, and what DDP imports."""
-    multiprocessing.set_forkserver_preload([*PRELOADED, "pytest", "hypothesis", "xdist.scheduler"])
+    multiprocessing.set_forkserver_preload([*PRELOADED, "pytest", "hypothesis", "xdist.scheduler", "freezing"])
     multiprocessing.forkserver.ensure_running()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import runpy
@@ -18,13 +17,13 @@ from torch.utils.data import DistributedSampler, RandomSampler
 import ddpkit
 
 FOLDER = ROOT / "docs" / "coming_from"
-NEEDS = {
-    "plain_torch": "torch",
-    "with_utils_dist": "torch",
-    "with_accelerate": "accelerate",
-    "with_fabric": "lightning_fabric",
-    "with_horovod": "horovod",
-}
+TRAINERS = [
+    "plain_torch",
+    "with_utils_dist",
+    pytest.param("with_accelerate", marks=pytest.mark.peers("accelerate")),
+    pytest.param("with_fabric", marks=pytest.mark.peers("lightning_fabric")),
+    pytest.param("with_horovod", marks=pytest.mark.peers("horovod")),
+]
 SAVE_WEIGHTS = {"plain_torch", "with_utils_dist"}  # as torch does
 COUNT_PASSES = {"with_accelerate", "with_fabric"}  # of this process: in a resumed run the order starts anew
 
@@ -84,12 +83,10 @@ def with_ddpkit(ranks: int, folder: Path) -> list[str]:
     return play("with_ddpkit", ranks, folder)
 
 
-@pytest.mark.parametrize("name", NEEDS)
+@pytest.mark.parametrize("name", TRAINERS)
 def test_a_trainer_has_the_losses_that_it_has_with_ddpkit(
     name: str, ranks: int, with_ddpkit: list[str], folder: Path, tmp_path: Path
 ) -> None:
-    if importlib.util.find_spec(NEEDS[name]) is None:
-        pytest.skip(f"{NEEDS[name]} is not installed")
     lines = play(name, ranks, tmp_path)
     assert lines[:2] == with_ddpkit[:2]
     assert (lines[2] == with_ddpkit[2]) == (name not in COUNT_PASSES)

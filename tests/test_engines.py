@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -24,10 +23,8 @@ NEEDS = {
 
 
 @pytest.mark.storm
-@pytest.mark.parametrize("name", NEEDS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.peers(NEEDS[name])) for name in NEEDS])
 def test_the_losses_under_an_engine_are_those_of_one_process(name: str) -> None:
-    if find_spec(NEEDS[name]) is None:
-        pytest.skip(f"{NEEDS[name]} is not installed")
     script = [str(FOLDER / f"{name}.py")]
     command = [*TORCHRUN, "--nproc-per-node=2", *script] if name.startswith("inside") else [sys.executable, *script]
     (ended,) = launch(command, timeout=300)

@@ -11,8 +11,8 @@ import sys
 import threading
 import time
 import warnings
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +27,12 @@ TRIED_APART = {*STARTS_RANKS, "compressed_gradients"}
 NEEDS = {"logged_metrics": "tensorboard", "logged_to_wandb": "wandb", "metrics_of_torchmetrics": "torchmetrics"}
 TOLERANCE = {"mixed_precision": 1e-2}  # relative; bfloat16 has three digits
 UNEVEN = [("480", "481"), ("500", "481"), ("610", "611"), (" 12, context", " 13, context"), ("/ 12 ", "/ 13 ")]
+
+
+def recipe(name: str) -> Any:
+    """Return the name of a recipe, marked with the package that it needs besides those of the tests."""
+    package = NEEDS.get(name, "tensorboard")
+    return pytest.param(name, marks=pytest.mark.peers(package) if package != "tensorboard" else ())
 
 
 def run_recipe(name: str, folder: str, envs: list[dict[str, str]]) -> None:
@@ -92,10 +98,8 @@ def number_in(line: str) -> float:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.storm)])
-@pytest.mark.parametrize("name", [name for name in RECIPES if name not in TRIED_APART])
+@pytest.mark.parametrize("name", [recipe(name) for name in RECIPES if name not in TRIED_APART])
 def test_a_recipe_gives_on_several_ranks_what_it_gives_on_one(name: str, ranks: int, tmp_path: Path) -> None:
-    if name in NEEDS and find_spec(NEEDS[name]) is None:
-        pytest.skip(f"{NEEDS[name]} is not installed")
     alone, together = play(name, ranks, tmp_path)
     if name not in DEPENDS_ON_RANKS:
         assert number_in(together) == pytest.approx(number_in(alone), rel=TOLERANCE.get(name, 1e-9))

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import yaml
+from conftest import collect_ignore
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import ddpkit
 
@@ -54,6 +61,65 @@ def test_everything_names_one_torch_and_one_address() -> None:
     assert len(set(re.findall(r"torch(?:==|_torch='==)(\d[\d.]+\d)\b", text))) == 1
     urls = set(re.findall(r"https://github\.com/\w+/ddpkit\b|https://\w+\.readthedocs\.io", text))
     assert urls == set(re.findall(r'^(?:Documentation|Repository) = "(.*)"', PYPROJECT, re.MULTILINE))
+
+
+# The second command of the README
+
+
+def installed_by(text: str, found: dict[str, set[str]]) -> None:
+    """Add each package that pip installs for a requirement, with its extras."""
+    requirement = Requirement(text)
+    name = canonicalize_name(requirement.name)
+    extras = {"", *requirement.extras} - found.setdefault(name, set())
+    found[name] |= extras
+    with suppress(metadata.PackageNotFoundError):  # a marker may ask for another platform
+        for needed in metadata.requires(name) or []:
+            marker = Requirement(needed).marker
+            if any(marker is None or marker.evaluate({"extra": extra}) for extra in extras):
+                installed_by(needed, found)
+
+
+def imported_by(path: Path) -> Iterator[str]:
+    """Yield the names that a file imports as soon as it is imported itself."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def in_folders(name: str, folders: set[Path]) -> set[Path]:
+    """Find the files of modules on the way to a name, in any of the folders."""
+    parts = name.split(".")
+    stems = [folder.joinpath(*parts[:n]) for folder in folders for n in range(1, len(parts) + 1)]
+    files = [path for stem in stems for path in (stem.with_suffix(".py"), stem / "__init__.py")]
+    return {path for path in files if path.is_file()}
+
+
+def test_what_pytest_collects_imports_only_what_the_readmes_command_installs(pytestconfig: pytest.Config) -> None:
+    (extras,) = re.findall(r"^pip install -e '\.(\[.*\])' && pytest$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    installed: dict[str, set[str]] = {}
+    installed_by(f"ddpkit{extras}", installed)
+    packages = metadata.packages_distributions()
+    known = {name for name in packages if installed.keys() & set(map(canonicalize_name, packages[name]))}
+    known |= sys.stdlib_module_names
+    left_out = {ROOT / name for name in pytestconfig.getoption("ignore")}
+    left_out |= {ROOT / "tests" / name for name in collect_ignore}
+    every = [path for folder in pytestconfig.getini("testpaths") for path in (ROOT / folder).rglob("*.py")]
+    todo = {path for path in every if not left_out & {path, *path.parents}}
+    folders = {ROOT, *pytestconfig.getini("pythonpath"), *(path.parent for path in todo)}
+    ours = {path.stem for folder in folders for path in folder.iterdir()}
+    seen, unknown = set(), set()
+    while todo:
+        path = todo.pop()
+        seen.add(path)
+        for name in imported_by(path):
+            top = name.partition(".")[0]
+            if top in ours:
+                todo |= in_folders(name, folders) - seen
+            elif top not in known:
+                unknown.add(f"{path.relative_to(ROOT)}: {name}")
+    assert not unknown
 
 
 # A release

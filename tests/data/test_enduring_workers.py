@@ -92,7 +92,8 @@ def test_without_stopping_they_end_as_ever() -> None:
 
 
 STUCK = """
-import os, signal, sys, time, ddpkit
+import os, signal, sys, time, ddpkit, torch
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # seconds, not 5, for each worker to end by itself
 
 class Numbers:
     def __len__(self):

@@ -224,9 +224,9 @@ def train_somehow(n: int, how: str) -> list[str]:
         (25, "global_mean of samples", ""),
         (27, "gather_batch", ""),
         (25, "nothing", ""),
-        (25, "average_gradients", "In batch 3 of epoch 0 2 ranks shared 1 samples, and some got a repeated one"),
-        (25, "global_mean of len", "shared 1 samples, and some got a repeated one"),
-        (27, "a mean", "In batch 3 of epoch 0 2 ranks shared 3 samples. Averaged"),
+        (25, "average_gradients", "in batch 3 of an epoch 2 ranks share 1 samples, and some get a repeated one"),
+        (25, "global_mean of len", "share 1 samples, and some get a repeated one"),
+        (27, "a mean", "in batch 3 of an epoch 2 ranks share 3 samples, so"),
     ],
 )
 def test_a_loop_that_averages_unequal_shares_is_told_once_on_one_rank(n: int, how: str, said: str) -> None:

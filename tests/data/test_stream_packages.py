@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import tarfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,11 @@ from conftest import on_ranks
 import ddpkit
 from ddpkit import Loader, make_loader
 
-datasets = pytest.importorskip("datasets", reason="needs datasets: pip install datasets")
-importlib.import_module("datasets.distributed")
-wds = pytest.importorskip("webdataset", reason="needs webdataset: pip install webdataset")
+with suppress(ImportError):
+    import datasets.distributed
+    import webdataset as wds
+
+pytestmark = pytest.mark.peers("datasets", "webdataset")
 
 SIZES = [7, 3, 10, 1, 4, 9, 2, 8, 5, 6, 11, 3, 7]  # samples of each shard
 SHARDS = list(range(len(SIZES)))

@@ -23,12 +23,13 @@ import ddpkit
 HANG = 400.0  # seconds: longer than any test may take, however loaded the machine is
 # each script is a copy of this one, which has imported torch for all of them, and ends as the interpreter ends
 FORK = """
-import concurrent.futures, gc, importlib, json, multiprocessing, os, subprocess, sys, threading, time, traceback, ddpkit
-for module in json.loads(sys.argv[3]):  # what each would load at setup() and in its first DDP model
-    importlib.import_module(module)
-gc.freeze()  # or each would look through all of torch when it ends
+import concurrent.futures, gc, json, multiprocessing, os, subprocess, sys, threading, time, traceback, ddpkit
+import ddpkit.job.joining, ddpkit.job.refusal, ddpkit.watch.starting  # which each would load at setup()
 names = {}
 for name, (env, lines) in json.loads(sys.argv[1]).items():
+    if "wrap_model" in lines:
+        import torch._dynamo  # which each would load with its first DDP model, and the others would carry along
+    gc.freeze()  # or each would look through all of torch when it ends
     if pid := os.fork():
         names[pid] = name
         continue
@@ -42,7 +43,6 @@ else:
         pid, status = os.wait()
         print(names[pid], "ended with", os.waitstatus_to_exitcode(status))
 """
-LOADED = ["ddpkit.job.joining", "ddpkit.job.refusal", "ddpkit.watch.starting"]
 
 ENDINGS = {
     "falls off the end": "",
@@ -57,10 +57,9 @@ ENDINGS = {
 }
 
 
-def ends(scripts: dict[str, tuple[dict[str, str], str]], folder: Path, *loaded: str) -> dict[str, tuple[int, str]]:
+def ends(scripts: dict[str, tuple[dict[str, str], str]], folder: Path) -> dict[str, tuple[int, str]]:
     """Run scripts, each with its environment; return their exit codes and what they have printed."""
-    arguments = [json.dumps(scripts), str(folder), json.dumps([*LOADED, *loaded])]
-    (end,) = launch([sys.executable, "-c", FORK, *arguments], timeout=HANG)
+    (end,) = launch([sys.executable, "-c", FORK, json.dumps(scripts), str(folder)], timeout=HANG)
     lines = [line.rpartition(" ended with ") for line in end.output.splitlines()]
     codes = {name: int(code) for name, _, code in lines}
     return {name: (codes[name], (folder / name).read_text()) for name in scripts}
@@ -106,7 +105,7 @@ def test_a_script_or_a_forked_child_that_ends_without_teardown_ends_at_once_and_
         lines = "import torch\n" + FORKED.format(child=child, code=code)
         for rank in range(world_size):
             scripts[f"child {name} {rank}"] = platform_env(rank, world_size, port), lines
-    assert ends(scripts, tmp_path, "torch._dynamo") == dict.fromkeys(scripts, (0, ""))
+    assert ends(scripts, tmp_path) == dict.fromkeys(scripts, (0, ""))
 
 
 # the others compute; `pids` are those of all ranks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -26,6 +25,8 @@ from ddpkit.tools.rehearse.rank import KINDS, Disturbance, RankEvents, Start, pl
 from ddpkit.tools.rehearse.runs import Reference, Run
 
 SCRIPT = Path(__file__).parent / "rehearsed.py"
+ACCELERATE = pytest.mark.peers("accelerate")
+FABRIC = pytest.mark.peers("lightning_fabric")
 LATE = 600.0  # seconds, which only a hang needs
 
 
@@ -169,15 +170,13 @@ def test_a_handler_of_signals_may_tell_something_while_a_record_is_written() -> 
 @pytest.mark.parametrize(
     ("package", "bug", "wrong"),
     [
-        ("lightning_fabric", "none", ""),
-        ("lightning_fabric", "loader", "the inputs are those of step 1"),
-        ("accelerate", "none", ""),
-        ("accelerate", "sampler", "the inputs are those of step 8"),
+        pytest.param("lightning_fabric", "none", "", marks=FABRIC),
+        pytest.param("lightning_fabric", "loader", "the inputs are those of step 1", marks=FABRIC),
+        pytest.param("accelerate", "none", "", marks=ACCELERATE),
+        pytest.param("accelerate", "sampler", "the inputs are those of step 8", marks=ACCELERATE),
     ],
 )
 def test_what_other_libraries_save_is_rehearsed(package: str, bug: str, wrong: str, tmp_path: Path) -> None:
-    if importlib.util.find_spec(package) is None:  # an import would change the environment
-        pytest.skip(f"needs {package}")
     script = SCRIPT.with_name(f"rehearsed_{package}.py")
     words = ["--json", "-n", "2", str(script), bug, "{folder}"]
     (ended,) = run(kill_rank_0_before, [{"OMP_NUM_THREADS": "1"}], "step", words, str(tmp_path), timeout=LATE)

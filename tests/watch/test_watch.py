@@ -432,7 +432,7 @@ def test_why_a_collective_broke_is_said_and_who_has_no_part_in_it_is_not_blamed(
     for broken, size in BREAKS.items():
         port = free_port()
         envs += [platform_env(rank, size, port, BREAKS=broken.__name__) for rank in range(size)]
-        delays += [1.0, *[0.0] * (size - 1)]
+        delays += [0.5, *[0.0] * (size - 1)]
     every = iter(run(break_something, envs, delays=delays))
     ended = {broken: [next(every) for _ in range(size)] for broken, size in BREAKS.items()}
     for silent in (time_out_in_groups, fail_alone_before):

@@ -316,16 +316,20 @@ def test_encoders_take_torchvisions_names_and_tell_what_they_do_not_use(
         load_encoders(policy, config | {f"{core}weights": "/nowhere.pth"})
 
 
-def test_larger_encoders_are_torchvisions_with_groupnorm(monkeypatch: pytest.MonkeyPatch) -> None:
-    backbone = "observation.encoder.rgb.core_kwargs.backbone_class=ResNet50Conv"
+LARGE = "observation.encoder.rgb.core_kwargs.backbone_class=ResNet50Conv"
+
+
+def test_a_larger_encoder_takes_no_width_and_says_that_it_needs_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="width is for ResNet18Conv"):
-        make_policy(backbone, NARROW[0])
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "torchvision.models", None)
-        with pytest.raises(UserError, match="backbone_class: ResNet50Conv needs torchvision .*pip install torchvision"):
-            make_policy(backbone, cameras=("camera",))
-    pytest.importorskip("torchvision")
-    policy, batch = make_policy(backbone, cameras=("camera",)), make_batch(2)
+        make_policy(LARGE, NARROW[0])
+    monkeypatch.setitem(sys.modules, "torchvision.models", None)
+    with pytest.raises(UserError, match="backbone_class: ResNet50Conv needs torchvision .*pip install torchvision"):
+        make_policy(LARGE, cameras=("camera",))
+
+
+@pytest.mark.peers("torchvision")
+def test_larger_encoders_are_torchvisions_with_groupnorm() -> None:
+    policy, batch = make_policy(LARGE, cameras=("camera",)), make_batch(2)
     batch["camera"] = torch.randint(256, (2, 2, 40, 48, 3), dtype=torch.uint8)
     policy(batch).mean().backward()
     assert all(weights.grad is not None and weights.grad.any() for weights in policy.parameters())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import os
 import re
@@ -101,15 +100,17 @@ def test_the_experts_reach_their_goals_with_trembling_hands() -> None:
     assert sum(Arena("FetchPickAndPlace-v4", 50).play(Random(), range(UNSEEN, UNSEEN + 5))) <= 1
 
 
-def test_two_processes_train_and_leave_everything_in_place(demonstrations: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_wandb", [False, pytest.param(True, marks=pytest.mark.peers("wandb"))])
+def test_two_processes_train_and_leave_everything_in_place(
+    has_wandb: bool, demonstrations: Path, tmp_path: Path
+) -> None:
     more = "train.amp=bf16 train.gradient_accumulation_steps=2 train.gradient_checkpointing=true"
     more += " experiment.check_replicas_every_n_steps=3 train.num_epochs=3"
     more += " train.num_data_workers=1 train.persistent_workers=true train.prefetch_factor=3"
     more += " train.optim_params.policy.learning_rate.initial=4e-4 train.lr_scaling=sqrt"
     more += " experiment.rollout.n=3 experiment.rollout.horizon=12 experiment.rollout.rate=2"
     more += " experiment.save.every_n_epochs=2"
-    has_wandb = importlib.util.find_spec("wandb") is not None
-    more += f" experiment.logging.log_wandb={'true' if has_wandb else 'false'}"
+    more += f" experiment.logging.log_wandb={str(has_wandb).lower()}"
     (tmp_path / "config.json").write_text(json.dumps({"train": {"seed": 9, "batch_size": 999}}))
     arguments = settings(demonstrations, tmp_path / "runs", f"load_from={tmp_path / 'config.json'}", *more.split())
     ended = shell(["env", "NPROC=2", "scripts/train_multi_gpu.sh", *arguments])

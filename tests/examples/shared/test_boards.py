@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import ddpkit
 
-pytest.importorskip("wandb")
+pytestmark = pytest.mark.peers("wandb")
 
 
 def log_in_two_parts(folder: Path) -> None:

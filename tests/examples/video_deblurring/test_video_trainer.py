@@ -385,7 +385,7 @@ def test_a_secret_in_the_options_is_seen_nowhere(runs: Runs) -> None:
     assert not [path for path in files if b"s3cret" in path.read_bytes()]
 
 
-@pytest.mark.skipif(not HAS_WANDB, reason="wandb is not installed")
+@pytest.mark.peers("wandb")
 def test_a_run_that_goes_on_is_the_same_run_of_weights_and_biases(runs: Runs) -> None:
     folders = list((runs[0] / "half/tiny/wandb").glob("offline-run-*"))
     assert len(folders) == 2 and len({folder.name.rpartition("-")[2] for folder in folders}) == 1
