@@ -125,6 +125,7 @@ def make_loader(
         _check_sampler(sampler, place, size)
     elif not train:
         sampler = DistributedEvalSampler(dataset, num_replicas, rank)
+        size += -size % place.num_replicas  # it deals sample by sample
     else:
         is_shuffled = shuffle is None or bool(shuffle)  # any false value means no, as in torch
         sampler = DistributedSampler(dataset, num_replicas, rank, is_shuffled, seed)
@@ -172,8 +173,6 @@ def _share_of_batch(size: int, sampler: Sampler[Any] | None, place: Place) -> in
     if isinstance(sampler, ResumableSampler):
         return sampler.share_of(size)
     share, rest = divmod(size, place.num_replicas)
-    if isinstance(sampler, DistributedEvalSampler):
-        return share + (rest > 0)
     if rest:
         kind = "a stream" if sampler is None else type(sampler).__name__
         raise ValueError(f"With {kind}, {place.num_replicas} ranks cannot divide a global batch of {size} evenly.")

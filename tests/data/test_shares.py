@@ -94,8 +94,9 @@ def test_samples_of_weighted_draws_and_of_evaluations_count_once(ranks: int) -> 
             sampler = ddpkit.DistributedWeightedSampler(np.ones(9), n, ranks, rank)
             loader = ddpkit.make_loader(range(9), 4, sampler=sampler, num_replicas=ranks, rank=rank)
             drawn += [loader.samples for _ in loader]
-            seen = ddpkit.make_loader(range(n), 4, train=False, num_replicas=ranks, rank=rank)
-            assert [len(batch) for batch in seen] == [seen.samples for _ in seen]
+            for size in ({"batch_size": 4}, {"global_batch_size": 7}):
+                seen = ddpkit.make_loader(range(n), **size, train=False, num_replicas=ranks, rank=rank)
+                assert [len(batch) for batch in seen] == [seen.samples for _ in seen]
         assert sum(drawn) == n
 
 
