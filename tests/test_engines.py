@@ -12,7 +12,7 @@ import yaml
 from processes import ROOT, TORCHRUN, free_port, launch
 
 FOLDER = ROOT / "docs" / "engines"
-LOSS = pytest.approx(4.43296e-05, rel=1e-4)  # what one process ends with
+LOSS = pytest.approx(3.53341e-05, rel=2e-4)  # what one process ends with on 241 samples
 NEEDS = {
     "ray_train": "ray",
     "dask_cluster": "distributed",
@@ -24,10 +24,12 @@ NEEDS = {
 
 @pytest.mark.storm
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.peers(NEEDS[name])) for name in NEEDS])
-def test_the_losses_under_an_engine_are_those_of_one_process(name: str) -> None:
-    script = [str(FOLDER / f"{name}.py")]
-    command = [*TORCHRUN, "--nproc-per-node=2", *script] if name.startswith("inside") else [sys.executable, *script]
-    (ended,) = launch(command, timeout=300)
+def test_the_losses_under_an_engine_are_those_of_one_process(name: str, tmp_path: Path) -> None:
+    """Also with one sample more than fills the batches."""
+    script = tmp_path / f"{name}.py"
+    script.write_text((FOLDER / f"{name}.py").read_text().replace("240", "241"))
+    start = [*TORCHRUN, "--nproc-per-node=2"] if name.startswith("inside") else [sys.executable]
+    (ended,) = launch([*start, str(script)], timeout=300)
     assert ended.code == 0, ended.output
     losses = re.findall(r"\d\.\d+e-\d\d", ended.output)
     assert losses and all(float(loss) == LOSS for loss in losses), ended.output

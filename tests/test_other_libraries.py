@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
 import ddpkit
 
-for peer in ("accelerate", "lightning_fabric", "torchdata"):
-    pytest.importorskip(peer, reason=f"needs {peer}")
-stateful = pytest.importorskip("torchdata.stateful_dataloader")
+with suppress(ImportError):
+    from torchdata import stateful_dataloader as stateful
+
+pytestmark = pytest.mark.peers("accelerate", "lightning_fabric", "torchdata")
 
 N = 11  # two ranks pad the last sample
 SAMPLERS: dict[str, Callable[[], Sampler[int]]] = {
