@@ -97,11 +97,11 @@ def global_mean(loss_sum: Any, count: Any, *, minimum: float = 0) -> Any:
     by `count`.
 
     Args:
-        loss_sum: Loss summed over this rank's samples; with a count of 0 it counts as 0, and gives the
-            graph that DDP synchronises. Or the model, after `backward()` of such sums: its gradients
-            are scaled in place, so accumulation needs no count in advance.
-        count: Number of those samples without padding (`loader.samples`), or their total weight; may
-            be 0 if another rank has samples. With accumulation, count all micro-batches of the step.
+        loss_sum: Loss summed over this rank's samples, without padding: `loss * loader.samples`, where
+            loss is their mean. Or the model, after `backward()` of such sums: its gradients are scaled
+            in place, so accumulation needs no count in advance.
+        count: Number of those samples (`loader.samples`), tokens or objects, or their total weight; may
+            be 0 if another rank has some. With accumulation, count all micro-batches of the step.
         minimum: Least total count to divide by, the same on every rank. With `minimum=1` a step without
             any (no object in the images, only padding tokens) gives 0, as `max(1, n)` on one process.
 
@@ -154,7 +154,7 @@ def global_mean(loss_sum: Any, count: Any, *, minimum: float = 0) -> Any:
         )
     factor = get_data_parallel_world_size() / total
     if not isinstance(loss_sum, nn.Module):
-        return loss_sum * (factor if count else 0.0)
+        return loss_sum * factor
     with torch.inference_mode(False), torch.no_grad():
         _scale_gradients(loss_sum, factor)
     return None
