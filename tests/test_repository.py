@@ -108,15 +108,18 @@ def test_what_pytest_collects_imports_only_what_the_readmes_command_installs(pyt
     every = [path for folder in pytestconfig.getini("testpaths") for path in (ROOT / folder).rglob("*.py")]
     todo = {path for path in every if not left_out & {path, *path.parents}}
     folders = {ROOT, *pytestconfig.getini("pythonpath"), *(path.parent for path in todo)}
-    ours = {path.stem for folder in folders for path in folder.iterdir()}
+    holders: dict[str, set[Path]] = {}  # of each top-level name of ours
+    for folder in folders:
+        for path in folder.iterdir():
+            holders.setdefault(path.stem, set()).add(folder)
     seen, unknown = set(), set()
     while todo:
         path = todo.pop()
         seen.add(path)
         for name in imported_by(path):
             top = name.partition(".")[0]
-            if top in ours:
-                todo |= in_folders(name, folders) - seen
+            if top in holders:
+                todo |= in_folders(name, holders[top]) - seen
             elif top not in known:
                 unknown.add(f"{path.relative_to(ROOT)}: {name}")
     assert not unknown

@@ -24,10 +24,10 @@ def steps_of(n: int, ranks: int, start: int = 0, **options: Any) -> list[list[tu
     accumulation = options.get("accumulation", 1)
     passes = []
     for rank in range(ranks):
-        loader = ddpkit.make_loader(torch.arange(n), num_replicas=ranks, rank=rank, **options)
+        loader = ddpkit.make_loader(range(n), num_replicas=ranks, rank=rank, collate_fn=list, **options)
         loader.load_state_dict({**loader.state_dict(), "consumed": start})
         expected = len(loader)
-        passes.append([(loader.weight, batch.tolist()) for batch in loader])
+        passes.append([(loader.weight, batch) for batch in loader])
         assert len(passes[-1]) == expected
     assert len({len(batches) for batches in passes}) == 1, "ranks have different numbers of batches"
     steps: dict[int, list[tuple[float, list[int]]]] = {}
