@@ -21,8 +21,9 @@ last line is their SHA-256::
     python examples/digits.py --deterministic
     torchrun --nproc_per_node=3 examples/digits.py --deterministic
 
-What to expect: 356 of the 360 test images (98.9 %) are correct after 20 epochs, on any number of ranks, which together take
-the same batches of 96. One CPU core needs about 10 seconds, start-up included; more cores do not help so small a task.
+What to expect: 356 of the 360 test images (98.9 %) are correct after 20 epochs, on any number of ranks, which together
+take the same batches of 96. One CPU core needs about 10 seconds, start-up included; more cores do not help so small a
+task.
 """
 
 from __future__ import annotations
