@@ -13,7 +13,6 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from io import FileIO
 from typing import TypeVar
 
 import torch
@@ -183,8 +182,8 @@ def share_over_pmi(value: str | None) -> str:
         LaunchError: If the launcher does not answer.
     """
     try:
-        with os.fdopen(os.dup(int(os.environ["PMI_FD"])), "r+b", buffering=0) as pipe:
-            return _share(pipe, value)
+        with socket.socket(fileno=os.dup(int(os.environ["PMI_FD"]))) as connection:  # raises for a file
+            return _share(connection.makefile("rwb", buffering=0), value)
     except (OSError, ValueError, KeyError, OverflowError) as error:  # what a strange descriptor or answer causes
         raise LaunchError(
             f"The MPI launcher does not answer on the descriptor in PMI_FD ({error}). Did a rank start this process? "
@@ -193,7 +192,7 @@ def share_over_pmi(value: str | None) -> str:
         ) from error
 
 
-def _share(pipe: FileIO, value: str | None) -> str:
+def _share(pipe: socket.SocketIO, value: str | None) -> str:
     _ask(pipe, "init pmi_version=1 pmi_subversion=1")
     space = _ask(pipe, "get_my_kvsname")["kvsname"]
     if value is not None:
@@ -204,7 +203,7 @@ def _share(pipe: FileIO, value: str | None) -> str:
     return answer
 
 
-def _ask(pipe: FileIO, command: str) -> dict[str, str]:
+def _ask(pipe: socket.SocketIO, command: str) -> dict[str, str]:
     """Send a command; return the fields of the answer, one line of name=value."""
     pipe.write(f"cmd={command}\n".encode())
     line = b""

@@ -665,3 +665,13 @@ def test_a_strange_descriptor_of_hydra_is_refused(text: str, monkeypatch: pytest
     monkeypatch.setenv("PMI_FD", text)
     with pytest.raises(LaunchError, match="does not answer on the descriptor in PMI_FD"):
         share_over_pmi(None)
+
+
+def test_a_file_that_has_the_number_of_hydras_descriptor_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open(tmp_path / "data", "w+b") as file:
+        monkeypatch.setenv("PMI_FD", f"{file.fileno()}")
+        with pytest.raises(LaunchError, match="does not answer on the descriptor in PMI_FD"):
+            share_over_pmi(None)
+        assert file.tell() == 0 and os.path.getsize(file.name) == 0
