@@ -8,6 +8,9 @@ import re
 import sys
 from collections.abc import Iterable
 from datetime import timedelta
+from linecache import getline
+from traceback import walk_tb
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -44,13 +47,26 @@ def suggest_option(error: BaseException) -> None:
         return
     first, *rest = found[1].split(".")
     function = vars(sys.modules["ddpkit"]).get(first)
-    for name in rest:
-        function = getattr(function, name, None)
-    if not callable(function):
+    frames = [*walk_tb(error.__traceback__)][-3:]  # a context manager is made two calls deeper
+    if function is None or not any(_calls(frame, line, found[1], function) for frame, line in frames):
         return
+    for name in rest:
+        function = getattr(function, name)
     known = [name for name in inspect.signature(function).parameters if name != "self"]
     call = found[1].removesuffix(".__init__")
     error.args = (f"{no_option(f'{call}()', found[2], known)} It takes {', '.join(known)}.",)
+
+
+def _calls(frame: FrameType, number: int, path: str, function: Any) -> bool:
+    """Return whether a line calls ddpkit's function or method, not another one of this name."""
+    known = frame.f_globals | frame.f_locals
+    first, *rest = path.split(".")
+    if first in known:
+        return known[first] is function
+    line = getline(frame.f_code.co_filename, number)
+    if rest and rest != ["__init__"]:
+        return f".{rest[-1]}(" in line
+    return any(value is sys.modules["ddpkit"] and f"{alias}.{first}(" in line for alias, value in known.items())
 
 
 def plain_index(value: Any) -> Any:

@@ -74,7 +74,7 @@ def gather_batch(value: T, *, check: bool = True, group: Group | None = None) ->
     """
     peers = current_job.data_parallel() if group is None else peers_of(group)
     call = "gather_batch(value)"
-    current_job.weighting.add("global_mean")  # uneven parts of the joined batch count right, as there
+    current_job.weighting["gather_batch"] = 1
     with raise_everywhere(call, peers):
         tensors = tensor_leaves(call, value)
         for path, tensor in tensors.items():

@@ -259,6 +259,8 @@ def like_original(error: PeerError) -> PeerError:
     kind = getattr(sys.modules.get(error._module), "__dict__", {}).get(error.error_type)
     if not isinstance(kind, type) or not issubclass(kind, Exception) or issubclass(PeerError, kind):
         return error
+    if issubclass(kind, StopIteration):  # a generator would turn it into another error
+        return error
     methods = {"__new__": kind.__new__, "__init__": Exception.__init__, "__str__": Exception.__str__}
     methods["__reduce__"] = lambda self: error.__reduce__()  # this class has no name that pickle could find
     try:

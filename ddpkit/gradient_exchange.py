@@ -131,7 +131,7 @@ def begin_exchange(
         settings: What else must be the same on every rank, by name.
         spoiled: Whether this rank has no gradients, so that no rank may use the means.
     """
-    current_job.weighting.add("backward")
+    current_job.weighting["backward"] = 1
     try:
         gradients = Gradients(call, modules)
     except (TypeError, ValueError) as error:

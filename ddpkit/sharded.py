@@ -316,6 +316,8 @@ class SavedPieces:
         for name, state in content["state"].items():
             stand_ins.update(find_stand_ins(name, state))
         self._folder = path.with_name(entry["folder"] or path.name)
+        if self._folder.is_symlink():
+            raise CheckpointError(f"Cannot read {path}: {self._folder} is a link, which no Checkpointer creates.")
         self._writers = _files_of(layouts)
         self._stand_ins = stand_ins  # keeps them alive while their ids are used
         self._layouts: dict[int, Layout] = {}

@@ -7,9 +7,19 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from processes import free_port, platform_env, run
 
 import ddpkit
+
+
+class somebodys:
+    """Has functions of the script."""
+
+    @staticmethod
+    def setup(rank: int) -> None:
+        """Begin."""
+
 
 UNKNOWN: dict[str, tuple[Callable[..., Any], str]] = {
     "a function": (
@@ -33,6 +43,11 @@ UNKNOWN: dict[str, tuple[Callable[..., Any], str]] = {
         "accumulate() has no option evry: did you mean every? It takes model, step, every, last.",
     ),
     "another function": (lambda: int("1", bases=2), "bases"),  # type: ignore[call-overload]
+    "one of torch's": (
+        lambda: dist.broadcast(None, source=0),  # type: ignore[call-arg]
+        "broadcast() got an unexpected keyword argument 'source'",
+    ),
+    "one of the script's": (lambda: somebodys.setup(lr=3), "setup() got an unexpected keyword argument 'lr'"),  # type: ignore[call-arg]
 }
 
 

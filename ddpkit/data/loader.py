@@ -20,7 +20,7 @@ from ..job import current_job
 from ..torch_internals import is_from_worker
 from .samplers import DistributedEvalSampler, DistributedSampler, Place, ResumableSampler, check_identity, read_progress
 from .seeds import generators_kept, hash_seeds, seed_cpu
-from .streams import Collate, Stream, ends_early, is_stream, pass_epoch_on, reading, shards_of, split_twice
+from .streams import Collate, Stream, ends_early, is_stream, pass_epoch_on, reading, shards_of, split_twice, without_end
 
 # context in which a loader starts its workers; `stopping()` replaces it
 starting_workers: Callable[[DataLoader[Any]], AbstractContextManager[Any]] = nullcontext
@@ -264,7 +264,6 @@ class Loader(DataLoader[Any]):
             >>> [loader.samples for batch in loader]
             [2, 2, 1]
         """
-        current_job.weighting.add("samples")
         return len(self._shares("samples")[0])
 
     @property
@@ -285,7 +284,7 @@ class Loader(DataLoader[Any]):
             >>> [loader.weight for batch in loader]
             [0.5, 0.5, 1.0]
         """
-        current_job.weighting.add("weight")
+        current_job.weighting["weight"] = 1
         mine, step = self._shares("weight")
         return len(mine) * self._place.num_replicas / len(step)
 
@@ -380,7 +379,7 @@ class Loader(DataLoader[Any]):
             one_batch = DataLoader(self.dataset, collate_fn=self.collate_fn, generator=generator, **batching)
             with torch.device("cpu"), reading(self.dataset):  # as in a loop
                 batches = iter(one_batch)
-            return next(batches)
+            return without_end("The dataset or collate_fn", next, batches)
 
     def __repr__(self) -> str:
         progress = f"epoch={self.epoch}"
@@ -460,10 +459,14 @@ class Loader(DataLoader[Any]):
         if self._loop is not None and self._is_counted(self._loop):  # it was left early
             self._warn_of_the_rest()
             self.set_epoch(self.epoch + 1)
+        if self._given is not None:
+            self._check_shares(self._given)
+        if self._resumable is not None:
+            current_job.weighting.clear()
         positions = self._positions()
         loop = Loop(self.epoch, self._given_before, positions, self._even_batches(positions))
         self._loop = self._latest = loop
-        current_job.weighting.clear()
+        self._given = None
         seed = hash_seeds("workers", self._seed, loop.epoch, self._start, self._place.rank)
         self.generator.manual_seed(seed)
         pass_epoch_on(self.dataset, loop.epoch)
@@ -587,20 +590,15 @@ class Loader(DataLoader[Any]):
         padding = ", and some get a repeated one" if samples < ranks else ""
         return f"in batch {batch + 1} of an epoch {ranks} ranks share {samples} samples{padding}"
 
-    def _warn_of_shares(self, loop: Loop) -> None:
+    def _check_shares(self, loop: Loop) -> None:
         """Warn once if the last batch was averaged over ranks as if their shares of it were equal."""
-        if self._has_warned or self._place.rank > 0 or loop.positions is None:
+        if loop.batches <= loop.even or loop.positions is None or self._has_warned:
             return
         said = self._describe_shares(loop.positions, loop.batches - 1)
-        if not averages_as_equal(said):
-            return
-        self._has_warned = True
-        warnings.warn(
-            f"The loop averages gradients over ranks, but {said}, so these do not count the same. Backpropagate "
-            "loss * loader.weight, where loss is the mean of this rank's batch; print "
-            "all_reduce_mean(loss.item(), weight=loader.samples).",
-            stacklevel=3,
-        )
+        remedy = remedy_for(said)
+        if remedy and self._place.rank == self._place.num_replicas - 1:  # the rank that gets padding first
+            self._has_warned = True
+            warnings.warn(f"The loop averages gradients over ranks, but {said}. {remedy}", stacklevel=3)
 
     def _warn_of_the_rest(self) -> None:
         sampler = self._resumable
@@ -616,13 +614,21 @@ class Loader(DataLoader[Any]):
         )
 
 
-def averages_as_equal(shares: str) -> bool:
-    """Return whether the latest loop averages gradients without weights that allow for these unequal shares."""
+def remedy_for(shares: str) -> str:
+    """Say what makes these unequal shares count right; "" if the latest loop averages no gradients, or weights them."""
     used = current_job.weighting
+    has_padding = "repeated" in shares
     if "backward" not in used or "weight" in used:
-        return False
-    is_counted = "samples" in used or "repeated" not in shares  # else len(batch) counts padding
-    return not ("global_mean" in used and is_counted)
+        return ""
+    if "gather_batch" in used:
+        return "The repeated one is in the joined batch: pass drop_last=True to make_loader()." if has_padding else ""
+    if "global_mean" in used and not (has_padding and used["global_mean"] > 0):
+        return ""
+    return (
+        "Unless you weight them by hand, backpropagate loss * loader.weight, where loss is the mean of this rank's "
+        "batch, or global_mean(loss * loader.samples, loader.samples). For a printed mean: "
+        "all_reduce_mean(loss.item(), weight=loader.samples)."
+    )
 
 
 class Loop:
@@ -675,8 +681,7 @@ class _Pass(Iterator[Any]):
         self._loop = loop
 
     def __next__(self) -> Any:
-        if self._loop.batches > self._loop.even:
-            self._loader._warn_of_shares(self._loop)
+        self._loader._check_shares(self._loop)
         return self._loader._next(self._batches, self._loop)
 
 

@@ -339,6 +339,7 @@ class _Indices(chain[int]):  # its `__next__` is in C, because it runs for each 
     _blocks: Iterator[list[int]]
     _block: Iterator[int]  # the rest of the current block
     _position: int  # global position behind it
+    _end: int  # of this pass
 
     @classmethod
     def over(cls, sampler: ResumableSampler) -> _Indices:
@@ -365,11 +366,13 @@ class _Indices(chain[int]):  # its `__next__` is in C, because it runs for each 
     def _begin(self, position: int) -> None:
         self._block = iter(())
         self._position = position
-        self._blocks = self._sampler._blocks(self._order, range(position, self._sampler.end_from(position)))
+        self._end = self._sampler.end_from(position)
+        self._blocks = self._sampler._blocks(self._order, range(position, self._end))
 
     def _next_block(self) -> Iterator[int] | None:
         for block in self._blocks:
-            self._position += len(block) * self._sampler.num_replicas
+            is_rest = self._end - self._position < self._sampler.global_batch_size  # its shares are unequal
+            self._position = self._end if is_rest else self._position + len(block) * self._sampler.num_replicas
             self._block = iter(block)
             return self._block
         return None

@@ -24,8 +24,9 @@ on_join: list[Callable[[], None]] = []
 on_leave: list[Callable[[], None]] = []
 open_stores: dict[Any, Any] = {}  # stores that this process hosts for a later join, by the launcher's address
 watch_starter: Any = None  # set by the watch, which is imported if `setup(watch=True)` finds several ranks
-# what the latest loop over a loader has used: "backward" of averaged gradients, "global_mean", "weight", "samples"
-weighting: set[str] = set()
+# what the latest training loop has used: "backward" of averaged gradients, a loader's "weight", "gather_batch"; and the
+# count that this rank gave "global_mean" last
+weighting: dict[str, float] = {}
 _batches: deque[Sequence[object]] = deque(maxlen=64)  # samples of the batches that loaders returned last
 
 

@@ -133,8 +133,6 @@ def global_mean(loss_sum: Any, count: Any, *, minimum: float = 0) -> Any:
             global_mean(model, sum(len(x) for x, _ in batches))    # then optimizer.step()
     """
     peers = current_job.data_parallel()
-    current_job.weighting.add("global_mean")
-    call = f"global_mean(minimum={minimum:g})" if minimum else "global_mean()"
     with raise_everywhere("global_mean()", peers):
         if isinstance(loss_sum, nn.Module):
             check_tensors("global_mean()", without_dtensors(loss_sum.named_parameters()))
@@ -144,8 +142,10 @@ def global_mean(loss_sum: Any, count: Any, *, minimum: float = 0) -> Any:
             count = count.item()  # a float16 sum would overflow
         if not 0 <= count < math.inf:
             raise ValueError(f"global_mean() needs a count of at least 0, got {count}.")
-        if not 0 <= minimum < math.inf:
-            raise ValueError(f"global_mean() needs a minimum of at least 0, got {minimum}.")
+        current_job.weighting["global_mean"] = count
+        if not isinstance(minimum, int | float) or not 0 <= minimum < math.inf:
+            raise ValueError(f"global_mean() needs a minimum of at least 0, got {minimum!r}.")
+        call = f"global_mean(minimum={minimum:g})" if minimum else "global_mean()"
     total = max(minimum, reduce_tree(count, "sum", None, check=True, peers=peers, call=call))
     if not 0 < total < math.inf:
         raise ValueError(

@@ -212,13 +212,16 @@ class ScalePlan:
 
         Raises:
             TypeError: If `epochs` is missing.
+            ValueError: If a number is negative.
         """
         if epochs is None:
             raise TypeError(
                 "plan.steps() needs the number of epochs, because the last step of each may be incomplete: "
                 "plan.steps(len(dataset), epochs=3), or 3 * loader.steps_per_epoch."
             )
-        return math.ceil(epochs * -(-samples // self.global_batch_size))
+        if samples < 0 or epochs < 0:
+            raise ValueError(f"samples and epochs must be at least 0, got samples={samples}, epochs={epochs}.")
+        return math.ceil(epochs * -(-samples // self.global_batch_size) - 1e-9)  # .07 * 100 is not quite 7
 
     def apply(self, optimizer: Any) -> None:
         """Scale the learning rate of every parameter group in place, once.

@@ -225,9 +225,9 @@ def _check_frozen(frozen: list[tuple[str, Tensor]], *_: Any) -> None:
             )
 
 
-def _explain_one_sample(*_: Any) -> None:
+def _explain_one_sample(_model: object, _inputs: object, output: object) -> None:
     """Add the remedy to BatchNorm's error about a batch of one sample, if the forward has raised it."""
-    error = sys.exc_info()[1]
+    error = sys.exc_info()[1] if output is None else None
     if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
         error.args = (
             f"{error}. This rank's share of the batch is one sample: pass drop_last=True to make_loader(), or a larger "
@@ -277,7 +277,7 @@ class _Backwards:
                 "after each forward, before the next one."
             )
         self._is_running = True
-        current_job.weighting.add("backward")
+        current_job.weighting["backward"] = 1
         after_backward(self._end)
 
     def _end(self) -> None:

@@ -395,8 +395,8 @@ class Refusals(threading.Thread):
         self._is_here = is_here
         self._store = store
         message = (
-            f"The job at {master} has lost some of its {size} ranks and continues without them; nobody can take their "
-            "place. To train on all ranks again, stop that job, let it save a checkpoint, and start all ranks anew."
+            f"The job at {master} lost some of its {size} ranks and went on without them; nobody can take their place. "
+            "To train on all ranks again, stop that job, let it save a checkpoint, and start all ranks anew."
         )
         self._reason = Failure(-1, socket.gethostname(), JobContinues.__name__, message, "")
         self._over = threading.Event()

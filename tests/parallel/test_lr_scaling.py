@@ -210,5 +210,8 @@ def test_steps_are_those_of_the_loop_over_several_epochs():
         loader = ddpkit.make_loader(range(n), **batches, num_replicas=ranks, rank=0)
         assert plan.steps(n, epochs) == epochs * loader.steps_per_epoch
     assert ScalePlan(24, 0.1, 1).steps(48, 0.5) == 1 and ScalePlan(24, 0.1, 1).steps(49, 0.5) == 2
+    assert ScalePlan(10, 0.1, 1).steps(1000, 0.07) == 7
+    with pytest.raises(ValueError, match="must be at least 0"):
+        ScalePlan(10, 0.1, 1).steps(1000, -1)
     with pytest.raises(TypeError, match=r"needs the number of epochs.*3 \* loader\.steps_per_epoch"):
         ScalePlan(8, 0.1, 1).steps(101 * 3)

@@ -24,6 +24,7 @@ from signals import stop_process
 import ddpkit
 from ddpkit.errors import LaunchError
 from ddpkit.job import current_job
+from ddpkit.join import session
 from ddpkit.tools import cli, where
 from ddpkit.tools.where import Answer, ask, jobs_here
 from ddpkit.watch import links as monitor_tree
@@ -288,6 +289,28 @@ def work_while_others_wait() -> None:
 def test_ranks_that_wait_for_one_that_works_are_left_alone() -> None:
     port = free_port()
     for end in run(work_while_others_wait, [platform_env(rank, 3, port) for rank in range(3)]):
+        assert end.code == 0 and "different calls" not in end.output, end.output
+
+
+def meet_by_a_slow_store() -> None:
+    thread._LONG_WAIT, messages._LASTING = 1.0, 0.5
+    is_complete = session.StoreBarrier._is_complete
+
+    def slow(barrier: session.StoreBarrier) -> bool | None:
+        time.sleep(5.0 if ddpkit.is_main_process() and barrier.name == "barrier 'slow'" else 0.0)
+        return is_complete(barrier)
+
+    session.StoreBarrier._is_complete = slow  # type: ignore[method-assign]
+    with ddpkit.distributed(timeout=timedelta(minutes=9)):
+        if not ddpkit.is_main_process():
+            time.sleep(0.5)  # rank 0 asks the store first
+        ddpkit.barrier("slow")
+        ddpkit.all_reduce_mean(1.0)
+
+
+def test_a_rank_whose_store_is_slow_is_left_alone() -> None:
+    port = free_port()
+    for end in run(meet_by_a_slow_store, [platform_env(rank, 2, port) for rank in range(2)]):
         assert end.code == 0 and "different calls" not in end.output, end.output
 
 

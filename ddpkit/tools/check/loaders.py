@@ -15,7 +15,7 @@ from torch.utils.data import dataloader as loading
 from torch.utils.data._utils import fetch
 
 from ...collectives.digest import digest
-from ...data.loader import Loader, averages_as_equal
+from ...data.loader import Loader, remedy_for
 from ...data.streams import Stream
 from ..recorder import Function, Record, Recorder, after, before, content, guarded, replace
 from .modules import Modules
@@ -256,7 +256,7 @@ class Samples:
                 known.fetched = False
                 self._modules.feeding = ""
                 told = {"loader": known.key, "number": known.epoch, "batches": known.batches}
-                told["shares"] = known.shares if averages_as_equal(known.shares) else ""
+                told["shares"] = known.shares if known.shares and remedy_for(known.shares) else ""
                 self._recorder.tell("epoch end", cut=was_cut, **told)
                 raise
             note(known, batch)
