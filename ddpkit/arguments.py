@@ -36,7 +36,9 @@ def no_option(call: str, name: str, known: Iterable[str]) -> str:
     """Return a message that a function has no such keyword, with the closest one it has."""
     from difflib import get_close_matches  # imported only here: it takes memory
 
-    near = get_close_matches(name, known, 1)
+    known = list(known)
+    longer = [each for each in known if name.startswith(each) or each.startswith(name)]
+    near = longer or get_close_matches(name, known, 1)
     return f"{call} has no option {name}: did you mean {near[0]}?" if near else f"{call} has no option {name}."
 
 

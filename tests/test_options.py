@@ -31,12 +31,12 @@ UNKNOWN: dict[str, tuple[Callable[..., Any], str]] = {
         "global_mean() has no option minimun: did you mean minimum? It takes loss_sum, count, minimum.",
     ),
     "a class": (
-        lambda: ddpkit.Checkpointer("", keep_bests=2),  # type: ignore[call-arg]
-        "Checkpointer() has no option keep_bests: did you mean keep_best? It takes folder, keep, keep_best.",
+        lambda: ddpkit.Checkpointer("", keep_last=2),  # type: ignore[call-arg]
+        "Checkpointer() has no option keep_last: did you mean keep? It takes folder, keep, keep_best.",
     ),
     "a method": (
         lambda: ddpkit.make_loader(range(4), 1).epochs(num=2),  # type: ignore[call-arg]
-        "Loader.epochs() has no option num. It takes n.",
+        "Loader.epochs() has no option num: did you mean n? It takes n.",
     ),
     "a block": (
         lambda: ddpkit.accumulate(None, 0, evry=2),  # type: ignore[call-arg, arg-type]

@@ -594,6 +594,9 @@ class Loader(DataLoader[Any]):
         """Warn once if the last batch was averaged over ranks as if their shares of it were equal."""
         if loop.batches <= loop.even or loop.positions is None or self._has_warned:
             return
+        rest = loop.batches * self._shape.global_size < len(loop.positions)
+        if rest and loop.batches % self._shape.accumulation:  # weighted perhaps when the step is complete
+            return
         said = self._describe_shares(loop.positions, loop.batches - 1)
         remedy = remedy_for(said)
         if remedy and self._place.rank == self._place.num_replicas - 1:  # the rank that gets padding first
@@ -622,7 +625,9 @@ def remedy_for(shares: str) -> str:
         return ""
     if "gather_batch" in used:
         return "The repeated one is in the joined batch: pass drop_last=True to make_loader()." if has_padding else ""
-    if "global_mean" in used and not (has_padding and used["global_mean"] > 0):
+    if "global_mean" in used and has_padding and used["global_mean"] > 0:
+        return "Leave it out of the loss and of the count for global_mean(): loader.samples is 0 there."
+    if "global_mean" in used:
         return ""
     return (
         "Unless you weight them by hand, backpropagate loss * loader.weight, where loss is the mean of this rank's "

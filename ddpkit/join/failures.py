@@ -48,6 +48,8 @@ _TEXT_LENGTHS = {"host": 300, "type": 300, "message": MESSAGE_LENGTH, "traceback
 class JobContinues(LaunchError):
     """The job continues without the ranks that it has lost, and refuses processes in their place."""
 
+    _page = "lost-ranks"
+
 
 @dataclass(frozen=True)
 class Failure:

@@ -142,7 +142,8 @@ def global_mean(loss_sum: Any, count: Any, *, minimum: float = 0) -> Any:
             count = count.item()  # a float16 sum would overflow
         if not 0 <= count < math.inf:
             raise ValueError(f"global_mean() needs a count of at least 0, got {count}.")
-        current_job.weighting["global_mean"] = count
+        counts_a_batch = not isinstance(loss_sum, nn.Module)  # else perhaps several
+        current_job.weighting["global_mean"] = count if counts_a_batch else 0
         if not isinstance(minimum, int | float) or not 0 <= minimum < math.inf:
             raise ValueError(f"global_mean() needs a minimum of at least 0, got {minimum!r}.")
         call = f"global_mean(minimum={minimum:g})" if minimum else "global_mean()"

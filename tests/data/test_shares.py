@@ -189,16 +189,24 @@ def test_a_run_resumed_on_another_number_of_ranks_trains_the_weights_of_one_proc
 
 
 def train_somehow(n: int, how: str) -> list[str]:
-    """Return the warnings of a loop over a global batch of 12."""
+    """Return the warnings of a loop over a global batch of 12, or over batches of 5 whose sums are accumulated."""
     x = torch.ones(n, 1)
-    loader = ddpkit.make_loader(TensorDataset(x), global_batch_size=12)
+    accumulates = how == "global_mean of the model"
+    sizes = {"global_batch_size": 10, "accumulation": 2} if accumulates else {"global_batch_size": 12}
+    loader = ddpkit.make_loader(TensorDataset(x), **sizes)
     module = nn.Linear(1, 1)
     model = module if how == "average_gradients" else ddpkit.wrap_model(module)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             numbers = range(len(loader)) if how == "by number" else itertools.count()
-            for _, (inputs,) in zip(numbers, loader, strict=False):
+            for i, (inputs,) in zip(numbers, loader, strict=False):
+                if accumulates:
+                    with ddpkit.accumulate(model, i, 2, last=i + 1 == len(loader)) as complete:
+                        (model(inputs).square().mean() * loader.samples).backward()
+                    if complete:
+                        ddpkit.global_mean(model, loader.samples)
+                    continue
                 loss = model(inputs).square().mean()
                 if how == "weight":
                     loss = loss * loader.weight
@@ -232,7 +240,12 @@ def train_somehow(n: int, how: str) -> list[str]:
         (25, "by number", "Unless you weight them by hand, backpropagate loss * loader.weight"),
         (25, "nothing", ""),
         (25, "average_gradients", "in batch 3 of an epoch 2 ranks share 1 samples, and some get a repeated one"),
-        (25, "global_mean of len", "share 1 samples, and some get a repeated one"),
+        (
+            25,
+            "global_mean of len",
+            "share 1 samples, and some get a repeated one. Leave it out of the loss and of the count",
+        ),
+        (25, "global_mean of the model", ""),
         (27, "a mean", "in batch 3 of an epoch 2 ranks share 3 samples. Unless you weight them by hand"),
     ],
 )
