@@ -37,8 +37,8 @@ def no_option(call: str, name: str, known: Iterable[str]) -> str:
     from difflib import get_close_matches  # imported only here: it takes memory
 
     known = list(known)
-    longer = [each for each in known if name.startswith(each) or each.startswith(name)]
-    near = longer or get_close_matches(name, known, 1)
+    alike = [each for each in known if name.startswith(each) or each.startswith(name)]
+    near = sorted(alike, key=lambda each: abs(len(each) - len(name))) or get_close_matches(name, known, 1)
     return f"{call} has no option {name}: did you mean {near[0]}?" if near else f"{call} has no option {name}."
 
 
