@@ -578,17 +578,18 @@ class Loader(DataLoader[Any]):
             return 0
         return batches if tail % ranks else inf
 
-    def unequal_shares(self) -> str:
-        """Say which batch of the next loop ranks do not share equally; "" if there is none."""
+    def unequal_shares(self) -> UnequalShares | None:
+        """Return the first batch of the next loop that ranks do not share equally, if there is one."""
         positions = self._positions()
         even = self._even_batches(positions)
-        return self._describe_shares(positions, int(even)) if positions and even < inf else ""
+        if positions is None or even == inf:
+            return None
+        return self._shares_in(positions, int(even))
 
-    def _describe_shares(self, positions: range, batch: int) -> str:
-        ranks, size = self._place.num_replicas, self._shape.global_size
-        samples = len(positions[batch * size :][:size])
-        padding = ", and some get a repeated one" if samples < ranks else ""
-        return f"in batch {batch + 1} of an epoch {ranks} ranks share {samples} samples{padding}"
+    def _shares_in(self, positions: range, batch: int) -> UnequalShares:
+        start = batch * self._shape.global_size
+        samples = len(positions[start : start + self._shape.global_size])
+        return UnequalShares(batch + 1, samples, self._place.num_replicas)
 
     def _check_shares(self, loop: Loop) -> None:
         """Warn once if the last batch was averaged over ranks as if their shares of it were equal."""
@@ -597,11 +598,11 @@ class Loader(DataLoader[Any]):
         rest = loop.batches * self._shape.global_size < len(loop.positions)
         if rest and loop.batches % self._shape.accumulation:  # weighted perhaps when the step is complete
             return
-        said = self._describe_shares(loop.positions, loop.batches - 1)
-        remedy = remedy_for(said)
+        shares = self._shares_in(loop.positions, loop.batches - 1)
+        remedy = remedy_for(shares)
         if remedy and self._place.rank == self._place.num_replicas - 1:  # the rank that gets padding first
             self._has_warned = True
-            warnings.warn(f"The loop averages gradients over ranks, but {said}. {remedy}", stacklevel=3)
+            warnings.warn(f"The loop averages gradients over ranks, but {shares}. {remedy}", stacklevel=3)
 
     def _warn_of_the_rest(self) -> None:
         sampler = self._resumable
@@ -617,15 +618,41 @@ class Loader(DataLoader[Any]):
         )
 
 
-def remedy_for(shares: str) -> str:
+class UnequalShares(NamedTuple):
+    """A batch that ranks do not share equally.
+
+    Attributes:
+        batch: Its number in the epoch, from 1.
+        samples: Samples of all ranks together, without padding.
+        ranks: Number of ranks.
+    """
+
+    batch: int
+    samples: int
+    ranks: int
+
+    @property
+    def has_padding(self) -> bool:
+        """Return whether there is no sample for some ranks."""
+        return self.samples < self.ranks
+
+    def __str__(self) -> str:
+        padding = ", and some get a repeated one" if self.has_padding else ""
+        return f"in batch {self.batch} of an epoch {self.ranks} ranks share {self.samples} samples{padding}"
+
+
+def remedy_for(shares: UnequalShares) -> str:
     """Say what makes these unequal shares count right; "" if the latest loop averages no gradients, or weights them."""
     used = current_job.weighting
-    has_padding = "repeated" in shares
     if "backward" not in used or "weight" in used:
         return ""
     if "gather_batch" in used:
-        return "The repeated one is in the joined batch: pass drop_last=True to make_loader()." if has_padding else ""
-    if "global_mean" in used and has_padding and used["global_mean"] > 0:
+        return (
+            "The repeated one is in the joined batch: pass drop_last=True to make_loader()."
+            if shares.has_padding
+            else ""
+        )
+    if "global_mean" in used and shares.has_padding and used["global_mean"] > 0:
         return "Leave it out of the loss and of the count for global_mean(): loader.samples is 0 there."
     if "global_mean" in used:
         return ""

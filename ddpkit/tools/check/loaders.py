@@ -15,7 +15,7 @@ from torch.utils.data import dataloader as loading
 from torch.utils.data._utils import fetch
 
 from ...collectives.digest import digest
-from ...data.loader import Loader, remedy_for
+from ...data.loader import Loader, UnequalShares, remedy_for
 from ...data.streams import Stream
 from ..recorder import Function, Record, Recorder, after, before, content, guarded, replace
 from .modules import Modules
@@ -103,7 +103,7 @@ class _Loader:
         self.epoch = -1
         self.batches = 0
         self.planned = 0  # batches of an epoch, if they can be counted
-        self.shares = ""  # which batch of the epoch ranks do not share equally
+        self.shares: UnequalShares | None = None  # of the epoch, if it is ddpkit's
         self.trains = False
         self.fetched = False  # a batch since the last step
         self.calls_before = (0, 0)  # of networks, with and without gradients, when it was
@@ -181,7 +181,7 @@ class Samples:
         known.epoch += 1
         known.batches = 0
         self._begun = known.key, known.epoch  # before workers are forked
-        known.shares = loader.unequal_shares() if isinstance(loader, Loader) else ""
+        known.shares = loader.unequal_shares() if isinstance(loader, Loader) else None
         self._iterators[iterator] = known
         finalize(iterator, self._leave, known)
         if known.trains:
@@ -256,7 +256,7 @@ class Samples:
                 known.fetched = False
                 self._modules.feeding = ""
                 told = {"loader": known.key, "number": known.epoch, "batches": known.batches}
-                told["shares"] = known.shares if known.shares and remedy_for(known.shares) else ""
+                told["shares"] = f"{known.shares}" if known.shares and remedy_for(known.shares) else ""
                 self._recorder.tell("epoch end", cut=was_cut, **told)
                 raise
             note(known, batch)

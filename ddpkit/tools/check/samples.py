@@ -79,11 +79,10 @@ def _find_same(facts: Facts, records: list[Record], contents: list[list[int]]) -
 
 def _find_unweighted(facts: Facts) -> Iterator[Finding]:
     """Find loaders of ddpkit whose unequal shares are averaged as equal ones, also in batches after the cut."""
+    backward = [step["backward"] for step in facts.first("step")[:1]]
     for record in facts.first("epoch end"):
         if record["shares"]:
-            yield facts.finding(
-                "shares-unweighted", record["shares"], *[step["backward"] for step in facts.first("step")[:1]]
-            )
+            yield facts.finding("shares-unweighted", record["shares"], *backward)
 
 
 def _find_equal_inputs(facts: Facts) -> Iterator[Finding]:
