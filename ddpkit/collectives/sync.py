@@ -85,8 +85,7 @@ def together(name: str | None = None) -> Iterator[None]:
     key = _key(session, "together", name)
     with _report_failure(session, key):
         yield
-    with _like_original():
-        session.meet(key)
+    _meet(session, key)
 
 
 @contextmanager
@@ -117,8 +116,7 @@ def main_process_first(local: bool = False) -> Iterator[None]:
     if local:
         first = session.nodes.index(session.nodes[session.rank])
     if session.rank != first:
-        with _like_original():
-            session.meet(key, _WORK)
+        _meet(session, key, _WORK)
         yield
         return
     with _report_failure(session, key):
@@ -156,8 +154,7 @@ def run_on_main(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     key = session.count("run_on_main")
     call = "run_on_main()"
     if session.rank != 0:
-        with _like_original():
-            session.meet(key, _WORK)
+        _meet(session, key, _WORK)
         copy: T = pickle.loads(broadcast_bytes(call, b"", 0))
         return copy
     with _report_failure(session, key):
@@ -229,11 +226,13 @@ def _key(session: Session, call: str, name: str | None, subset: Ranks | None = N
     return session.count(call, subset)
 
 
-@contextmanager
-def _like_original() -> Iterator[None]:
-    """Raise for a peer's exception one that `except` catches on all ranks alike, or they would go separate ways."""
+def _meet(session: Session, key: str, timeout: timedelta | None = None) -> None:
+    """Wait for all ranks; raise for a peer's exception one that `except` catches on all ranks alike.
+
+    Otherwise they would go separate ways.
+    """
     try:
-        yield
+        session.meet(key, timeout)
     except PeerError as error:
         raise like_original(error) from None
 
