@@ -146,9 +146,9 @@ def read_step(env: Mapping[str, str]) -> Reading:
     step = Reading(SLURM, env)
     host = step.read("SLURM_STEP_NODELIST", first_host)
     layout = "SLURM_STEP_TASKS_PER_NODE"
-    even = re.sub(r"\(x\d+\)$", "", env.get(layout, ""))
-    if environment.number(even):  # else setup() asks the other ranks
-        step.values["local_world_size"] = environment.number(even)
+    tasks = environment.number(re.sub(r"\(x\d+\)$", "", env.get(layout, "")))
+    if tasks:  # else it is uneven, and setup() asks the other ranks
+        step.values["local_world_size"] = tasks
         step.evidence.append(step.shown(layout))
     if step.values.get("world_size") == 1:
         meet_nobody(step)

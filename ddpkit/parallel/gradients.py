@@ -102,8 +102,8 @@ def global_mean(loss_sum: Any, count: Any, *, minimum: float = 0) -> Any:
             in place, so accumulation needs no count in advance.
         count: Number of those samples (`loader.samples`), tokens or objects, or their total weight; may
             be 0 if another rank has some. With accumulation, count all micro-batches of the step.
-        minimum: Least total count to divide by, the same on every rank. With `minimum=1` a step without
-            any (no object in the images, only padding tokens) gives 0, as `max(1, n)` on one process.
+        minimum: Least total count to divide by, the same on every rank. `minimum=1` lets a step have none
+            (no object in the images, only padding tokens), as `max(1, n)` on one process.
 
     Returns:
         `loss_sum * world size / max(minimum, total count)`. Its mean over ranks (`all_reduce_mean`) is the mean
