@@ -40,7 +40,6 @@ class Recorder:
         self._is_writing = False
         self._owner = os.getpid()
         self.step = 0
-        self._positions: dict[str, int] = {}
         _recorders[:] = [self]
 
     @property
@@ -59,12 +58,6 @@ class Recorder:
             self._pending.append(line)
             if not self._is_writing:  # else the write that was interrupted goes on with it
                 self._write()
-
-    def tell_collective(self, fields: Record) -> None:
-        """Tell that this rank enters a collective, and how many of its group came before."""
-        position = self._positions.get(fields["group"], 0)
-        self._positions[fields["group"]] = position + 1
-        self.tell("collective", position=position, **fields)
 
     def _write(self) -> None:
         """Write all lines that are pending; the reader skips one of which an exception left a part."""
@@ -98,7 +91,7 @@ def guarded(look: Function) -> Function:
         except Exception:
             if look.__qualname__ not in _failed:
                 _failed.add(look.__qualname__)
-                _recorders[0].tell("observer failed", name=look.__qualname__, error=traceback.format_exc()[-2000:])
+                _recorders[0].tell("failure", name=look.__qualname__, error=traceback.format_exc()[-2000:])
             return None
 
     return call

@@ -18,20 +18,21 @@ from ... import LaunchError, detect_launch
 from ..cli import columns, count, paint, show, wrap
 from ..ranks import Ranks, Script, add_script, describe, exit_when_terminated, run_script, use_gloo_without_gpus
 from ..recorder import Recorder, before
-from . import gradients, order, samples, training_loop
-from .collectives import Collectives, observe_saves
-from .facts import OF_REPLICAS, SEVERITIES, Facts, Finding, Outcome, Watch, hold_parts
+from . import collectives, gradients, random_numbers, samples, training_loop
+from .collectives import Collectives
+from .facts import Facts, Finding, Outcome, Watch
 from .loaders import LONGEST, Ending, Samples
 from .modules import Modules
+from .observed import End, Sent, Step, tell
 from .random_numbers import Windows
 from .source import raised_at
-from .steps import Losses, Steps, observe_plateaus
+from .steps import Losses, Steps
 from .training_loop import TrainingLoop
 
 # Print what was found, for people or as JSON.
 
 SCHEMA = 1  # of the JSON object; raised when a field changes its meaning or goes away
-_COLOURS = {"wrong": "red", "suspicious": "yellow"}
+_COLOURS = {"wrong": "red", "suspicious": "yellow"}  # of severities, the worst first
 _MARGIN = " " * 12
 
 
@@ -68,7 +69,7 @@ def _lines_of(finding: Finding) -> list[str]:
 
 def _tally(findings: list[Finding]) -> str:
     numbers = Counter(finding.severity for finding in findings)
-    parts = [f"{numbers[severity]} {severity}" for severity in SEVERITIES if severity in numbers]
+    parts = [f"{numbers[severity]} {severity}" for severity in _COLOURS if severity in numbers]
     return ", ".join(parts) or paint("nothing found", "green")
 
 
@@ -98,7 +99,11 @@ def _finding_as_json(finding: Finding) -> dict[str, Any]:
 
 # Find everything that there is to be found in the records of a run.
 
-_SUBJECTS = (gradients, samples, order)
+_ALONE = (*training_loop.ALONE, *gradients.ALONE, *random_numbers.ALONE, *samples.ALONE)
+_OF_RANKS = (*gradients.RULES, *samples.RULES, *random_numbers.RULES, *collectives.RULES)
+_OF_REPLICAS = {
+    "gradients-not-averaged", "replicas-differ-at-start", "replicas-drift", "same-samples", "same-random-numbers"
+}  # fmt: skip
 _FOLLOW = {  # what another finding explains
     "batches-differ": ("wrong-divisor", "collective-order", "one-rank-decides", "replicas-drift"),
     "not-in-optimizer": ("no-gradients",),
@@ -115,13 +120,16 @@ _FOLLOW = {  # what another finding explains
 
 def find_all(facts: Facts) -> list[Finding]:
     """Return the findings, the worst first, one of a kind for a line, without those that follow from others."""
-    found = [*training_loop.find(facts), *gradients.find_without(facts), *samples.find_alone(facts)]
-    for subject in _SUBJECTS if facts.is_distributed else ():
-        found += subject.find(facts)
+    rules = [*_ALONE]
+    if facts.is_distributed:
+        rules += _OF_RANKS
+    if facts.is_distributed and not facts.deals_micro_batches:
+        rules += gradients.OF_EQUAL_BATCHES
+    found = [finding for rule in rules for finding in rule(facts)]
     kinds = {finding.kind for finding in found}
     explained = {kind for cause in kinds for kind in _FOLLOW.get(cause, ())}
-    if kinds & OF_REPLICAS and hold_parts(facts):
-        explained |= OF_REPLICAS
+    if kinds & _OF_REPLICAS and _hold_parts(facts):
+        explained |= _OF_REPLICAS
     by_line: dict[Any, Finding] = {}
     for finding in sorted(found, key=_badness):
         if finding.kind not in explained:
@@ -130,7 +138,15 @@ def find_all(facts: Facts) -> list[Finding]:
 
 
 def _badness(finding: Finding) -> int:
-    return SEVERITIES.index(finding.severity)
+    return list(_COLOURS).index(finding.severity)
+
+
+def _hold_parts(facts: Facts) -> bool:
+    """Return whether the network is spread over the ranks in stages: tensors go from rank to rank in training."""
+    if any(step.wrappers for step in facts.all(Step)):  # a DDP, of replicas
+        return False
+    sending = [sent for sent in facts.of(Sent).values() if any(each.step for each in sent)]
+    return len(sending) > 1
 
 
 _BAD_SCRIPT = 2
@@ -203,7 +219,7 @@ def be_rank(script: Script, steps: int, recorder: Recorder, control: int) -> int
     ending = Ending(recorder, steps, control)
     observe(recorder, ending)
     code, failure = run_script(script)
-    recorder.tell("end", code=code, error=describe(failure), where=raised_at(failure))
+    tell(recorder, End(code, describe(failure), raised_at(failure)))
     sys.stdout.flush()
     sys.stderr.flush()
     ending.wait("end")
@@ -221,17 +237,11 @@ def observe(recorder: Recorder, ending: Ending) -> None:
     steps = Steps(recorder, ending, modules, losses, windows, collectives, samples, loop)
     for observer in (modules, loop, losses, windows, samples, steps, collectives):
         observer.install()
-    observe_plateaus(recorder)
-    observe_saves(recorder)
 
     def join(*args: Any, **kwargs: Any) -> None:
         if not recorder.is_main:  # a process that the script has forked to be a rank
-            recorder.tell("spawns")
-
-    def spawn(*args: Any, **kwargs: Any) -> None:
-        recorder.tell("spawns")
-        ending.wait("spawns")
+            tell(recorder, End(reason="forks"))
 
     before(dist, "init_process_group", join)
     use_gloo_without_gpus()
-    before(torch.multiprocessing, "spawn", spawn)
+    before(torch.multiprocessing, "spawn", lambda *args, **kwargs: ending.wait("spawns"))

@@ -1,9 +1,10 @@
-"""Observe what leaves a rank: collectives, before it enters them, and the files that it saves."""
+"""Observe collectives before a rank enters them, and saved files; find where ranks part, and what several write."""
 
 from __future__ import annotations
 
+import ast
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,23 @@ from ...collectives import ops
 from ...collectives.tree import leaves_of
 from ...job.job import Peers, group_of
 from ..recorder import Function, Recorder, before, guarded, replace, small_hashes
+from . import observed
+from .facts import Facts, Finding, Parting, agree, all_equal, by_fields, first_of, joined, listed, say_ranks
 from .loaders import Ending
 from .modules import Modules, variables
-from .source import Stack, divides_by_ranks, stack
+from .observed import Collective, Epoch, EpochEnd, File, Plateau, Value, tell
+from .source import (
+    Loop,
+    Place,
+    Stack,
+    divides_by_ranks,
+    is_inside,
+    leaving_condition,
+    loops_around,
+    rank_condition,
+    skipping_lines,
+    stack,
+)
 
 _COLLECTIVES = (
     "all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "all_gather_single",
@@ -39,6 +54,7 @@ class Collectives:
     Attributes:
         trained: The optimiser and the name of parameters, by address; -1 for buffers.
         cut: Where a collective takes what parameters have computed, and not its graph, by their identity.
+        sums: Sums of tensors since the last step; they may be of gradients.
     """
 
     def __init__(self, recorder: Recorder, modules: Modules, ending: Ending) -> None:
@@ -47,14 +63,15 @@ class Collectives:
         self._ending = ending
         self._depth = 0
         self._sent_at = -1  # step for which that was told last
-        self._sums: list[dict[str, Any]] = []
         self.trained: dict[int, tuple[int, str]] = {}
         self.cut: dict[int, Stack] = {}
+        self.sums: list[observed.Sum] = []
 
     def install(self) -> None:
         """Begin."""
-        before(Join, "__enter__", lambda *args: self._recorder.tell("join"))
+        before(Join, "__enter__", lambda *args: tell(self._recorder, observed.Join()))
         before(ops, "reduce_tree", self._note_mean)
+        before(torch, "save", self._note_save)
         for name in _POINT_TO_POINT:
             before(dist, name, self._note_sent)
         for name in _COLLECTIVES:
@@ -68,17 +85,22 @@ class Collectives:
         if op == "mean" and weight is None and self._recorder.is_main:
             leaves = [torch.as_tensor(leaf) for leaf in leaves_of(value).values()]
             values = [float(leaf) for leaf in leaves if leaf.numel() == 1][:_SMALL]
-            fields = {"op": "all_reduce", "reduction": "AVG", "group": _name_of(group_of(peers)), "values": values}
-            self._recorder.tell_collective(fields | {"where": stack()[:4]} | self._context())
+            self._tell(Collective("all_reduce", _name_of(group_of(peers)), stack()[:4], "AVG", values=values))
 
     def _note_sent(self, *args: Any, **kwargs: Any) -> None:
         """Tell once a step that a tensor goes from one rank to another."""
         if self._recorder.is_main and self._recorder.step > self._sent_at and not self._depth:
             self._sent_at = self._recorder.step
-            self._recorder.tell("point to point")
+            tell(self._recorder, observed.Sent(self._sent_at))
+
+    def _note_save(self, obj: Any, f: Any = None, *args: Any, **kwargs: Any) -> None:
+        path = getattr(f, "name", f)
+        if isinstance(path, str | os.PathLike):
+            tell(self._recorder, File(os.path.realpath(path), stack(), list(small_hashes(obj))))
 
     def _observed(self, original: Function) -> Function:
-        tell = guarded(self._tell)
+        name = original.__name__
+        note = guarded(self._note)
         keep_sum = guarded(self._keep_sum)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -86,9 +108,9 @@ class Collectives:
                 return original(*args, **kwargs)
             self._depth += 1
             try:
-                tell(original.__name__, args, kwargs)
+                note(name, args, kwargs)
                 result = original(*args, **kwargs)
-                if original.__name__ == "all_reduce" and result is None:
+                if name == "all_reduce" and result is None:
                     keep_sum(args, kwargs)
                 return result
             finally:
@@ -99,37 +121,30 @@ class Collectives:
     def _keep_sum(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the size of a sum; it may be of gradients."""
         tensor: Tensor = args[0] if args else kwargs["tensor"]
-        if tensor.is_floating_point() and _reduction(args, kwargs) == "SUM" and len(self._sums) < _MANY:
+        if tensor.is_floating_point() and _reduction(args, kwargs) == "SUM" and len(self.sums) < _MANY:
             norm = float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64))
-            where = {"where": stack()[:4], "divides": divides_by_ranks(4)}
-            self._sums.append({"numel": tensor.numel(), "square": norm**2, **where})
+            self.sums.append(observed.Sum(stack()[:4], tensor.numel(), norm**2, divides_by_ranks(4)))
 
-    def take_sums(self) -> list[dict[str, Any]]:
-        """Return the sums since the last call."""
-        sums, self._sums = self._sums, []
-        return sums
-
-    def _tell(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = (*args, *kwargs.values())
-        tensors = [value for value in given if isinstance(value, Tensor)]
+    def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         group = kwargs.get("group") or next((a for a in args if isinstance(a, dist.ProcessGroup)), None)
-        fields: dict[str, Any] = {"op": name, "group": _name_of(group), "where": stack()[:4]}
+        seen = Collective(name, _name_of(group), stack()[:4])
         if torch.is_grad_enabled() and self._recorder.step < _FIRST_STEPS:
-            self.cut |= {id(p): fields["where"] for p in _parameters_behind(tensors)}
-        if tensors:
-            tensor = tensors[0]
-            fields["dtype"] = str(tensor.dtype).removeprefix("torch.")
-            fields["shape"] = list(tensor.shape)
-            if tensor.numel() <= _SMALL and not tensor.is_meta:
-                fields["values"] = tensor.detach().reshape(-1).to("cpu").tolist()
-            if tensor.numel():
-                fields["trained"] = self.trained.get(tensor.data_ptr())
+            self.cut |= {id(p): seen.where for p in _parameters_behind(tensors)}
         if "reduce" in name:
-            fields["reduction"] = _reduction(args, kwargs)
-        self._recorder.tell_collective(fields | self._context())
+            seen = seen._replace(reduction=_reduction(args, kwargs))
+        for tensor in tensors[:1]:
+            seen = seen._replace(dtype=str(tensor.dtype).removeprefix("torch."), shape=list(tensor.shape))
+            if tensor.numel() <= _SMALL and not tensor.is_meta:
+                seen = seen._replace(values=tensor.detach().reshape(-1).to("cpu").tolist())
+            if tensor.numel():
+                seen = seen._replace(trained=self.trained.get(tensor.data_ptr()))
+        self._tell(seen)
 
-    def _context(self) -> dict[str, Any]:
-        return {"samples": self._modules.samples, "divides": divides_by_ranks(), "averages": self._ending.accumulates}
+    def _tell(self, seen: Collective) -> None:
+        samples = self._modules.samples
+        seen = seen._replace(samples=samples, divides=divides_by_ranks(), averages=self._ending.accumulates)
+        tell(self._recorder, seen)
 
 
 def _parameters_behind(tensors: list[Tensor]) -> Iterator[Tensor]:
@@ -160,20 +175,145 @@ def _name_of(group: Any) -> str:
     return str(getattr(group, "group_name", id(group)))
 
 
-def observe_saves(recorder: Recorder) -> None:
-    """Tell the files that `torch.save` writes."""
-
-    def save(obj: Any, f: Any = None, *args: Any, **kwargs: Any) -> None:
-        path = getattr(f, "name", f)
-        if isinstance(path, str | os.PathLike):
-            recorder.tell("file", path=os.path.realpath(path), where=stack(), hashes=list(small_hashes(obj)))
-
-    before(torch, "save", save)
-
-
 def tell_values(recorder: Recorder) -> None:
     """Tell hashes of the small tensors that variables hold now."""
     for name, value in list(variables()):
         if isinstance(value, Tensor | np.ndarray) and not isinstance(value, nn.Parameter):
             for hashed in small_hashes(value):
-                recorder.tell("value", name=name, hash=hashed)
+                tell(recorder, Value(name, hashed))
+
+
+# Find different numbers of batches or rounds.
+
+
+def _uneven_epochs(facts: Facts) -> Iterator[Finding]:
+    """Find a loader from which the ranks train with different numbers of batches."""
+    planned = [row for row in facts.rows(Epoch, "loader", "number") if not any(epoch.bounded for epoch in row)]
+    ended = [row for row in facts.rows(EpochEnd, "loader", "number") if not any(end.cut for end in row)]
+    rows: list[Sequence[Epoch | EpochEnd]] = [*planned, *ended]
+    for row in rows:
+        loader = row[0].loader
+        batches = [each.batches for each in row]
+        if loader in facts.training and None not in batches and not all_equal(batches):
+            epoch = next(epoch for epoch in facts.first(Epoch) if epoch.loader == loader)
+            evidence = f"{facts.who} have {joined(batches)} batches in an epoch"
+            lines = [epoch.lines, epoch.sampler_made, epoch.made, epoch.where]
+            yield facts.finding("batches-differ", evidence, *lines)
+
+
+def _skipping(facts: Facts) -> Iterator[Finding]:
+    """Find ranks that are at different batches at one step, because some have left one out."""
+    lines: Stack = []
+    for steps in facts.steps:
+        lines = lines or skipping_lines(steps[0].where)
+        if lines and not agree(steps, "position"):
+            batches = joined([step.position[-1].batch for step in steps if step.position])
+            evidence = f"at optimizer step {steps[0].number}, {facts.who} are at batches {batches} of an epoch"
+            yield facts.finding("batches-skipped", evidence, lines)
+
+
+def _is_handled(facts: Facts) -> bool:
+    """Return whether the script deals with ranks that end earlier: by Join, or by telling each other."""
+    for seen in facts.all(Collective):
+        if seen.reduction in ("MIN", "MAX") or seen.op == "all_gather_object":
+            return True
+    return bool(facts.all(observed.Join))
+
+
+def _plateaus(facts: Facts) -> Iterator[Finding]:
+    """Find learning rates that follow a number which each rank has measured on its own."""
+    for row in zip(*facts.of(Plateau).values(), strict=False):
+        if not agree(row, "value"):
+            values = joined([seen.value for seen in row], ".4g")
+            yield facts.finding("plateau-differs", f"{facts.who} pass {values} to the schedule", row[0].where)
+
+
+def parting(facts: Facts) -> Iterator[Finding]:
+    """Find where ranks will part, else explain where they do."""
+    found: list[Finding] = []
+    if not facts.deals_micro_batches and not _is_handled(facts):
+        found += first_of(_uneven_epochs, _skipping)(facts)
+    found += first_of(_plateaus)(facts)
+    if facts.parted and not found:
+        found.append(_explain(facts, facts.parted))
+    yield from found
+
+
+# Explain the first collective that ranks did not enter alike.
+
+
+def _explain(facts: Facts, parted: Parting) -> Finding:
+    one, other = parted.entered
+    evidence = f"{_say(parted.ranks[0], one)}; {_say(parted.ranks[1], other, parted.end)}"
+    lines = listed(one.where, other and other.where)
+    guarded = [line for line in lines if rank_condition(line)][:1]
+    left = None if guarded else _find_loop(facts, parted)
+    if left:
+        rule, line = left
+        return facts.finding(rule, evidence, line, lines)
+    return facts.finding("collective-order", evidence, guarded, lines, ranks=sorted(parted.ranks))
+
+
+def _say(rank: int, seen: Collective | None, end: str = "") -> str:
+    if seen is None:
+        return f"rank {rank} has ended ({end})"
+    shape = f" of {seen.shape}" if seen.shape else ""
+    return f"rank {rank} enters {seen.op}{shape} at {next(iter(seen.where), None)}"
+
+
+def _find_loop(facts: Facts, parted: Parting) -> tuple[str, Place] | None:
+    """Find the loop that one rank has left and another goes on with: the rule, and the line."""
+    entered = facts.of(Collective)
+    one, other = parted.entered
+    for running, left, rank in ((one, other, parted.ranks[1]), (other, one, parted.ranks[0])):
+        before_it = listed(*(seen.where for seen in entered[rank]))
+        for line in running.where if running else []:
+            for loop in reversed(loops_around(line)):
+                if not _has_line(loop, line, before_it) or not _is_left(loop, line, left, parted):
+                    continue
+                condition = leaving_condition(loop)
+                if condition is not None:
+                    return "loop-left", line._replace(line=condition)
+                if left is not None and isinstance(loop, ast.For):
+                    return "rounds-differ", line._replace(line=loop.lineno)
+    return None
+
+
+def _has_line(loop: Loop, line: Place, lines: Stack) -> bool:
+    """Return whether one of some lines is in the loop of a function, that of `line`."""
+    return any(is_inside(loop, each.line) for each in lines if each.shares_function_with(line))
+
+
+def _is_left(loop: Loop, line: Place, left: Collective | None, parted: Parting) -> bool:
+    """Return whether a rank is behind a loop: elsewhere in its function, or at the end of the script."""
+    if left is None:
+        return parted.is_script_end
+    in_function = [each for each in left.where if each.shares_function_with(line)]
+    return bool(in_function) and not _has_line(loop, line, in_function)
+
+
+# Find files that several ranks write, and values of which one rank alone saves its own.
+
+
+def same_files(facts: Facts) -> Iterator[Finding]:
+    """Find files that several ranks save."""
+    saved = {rank: by_fields(files, "path") for rank, files in facts.of(File).items()}
+    for path in by_fields(facts.all(File), "path"):
+        ranks = [rank for rank, files in saved.items() if path in files]
+        if len(ranks) > 1:
+            evidence = f"{say_ranks(ranks)} write {os.path.basename(path[0])}"
+            yield facts.finding("same-file", evidence, saved[ranks[0]][path][0].where, ranks=ranks)
+
+
+def own_values(facts: Facts) -> Iterator[Finding]:
+    """Find values that one rank alone saves, and that differed between ranks from the first step on."""
+    writers = [rank for rank, files in facts.of(File).items() if files]
+    saved = {hashed: file.where for file in facts.all(File) for hashed in file.hashes}
+    for row in facts.rows(Value, "name") if len(writers) == 1 else ():
+        where = saved.get(row[facts.ranks.index(writers[0])].hash)
+        if where and not agree(row, "hash"):
+            evidence = f"`{row[0].name}` differs between {facts.who}, and rank {writers[0]} saves its own"
+            yield facts.finding("own-values-saved", evidence, where)
+
+
+RULES = (parting, same_files, first_of(own_values))

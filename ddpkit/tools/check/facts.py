@@ -1,24 +1,29 @@
-"""Follow the ranks of a checked script until they have shown enough, and hold what they have told."""
+"""Hold what the ranks have told, make findings of it, and follow the ranks until they have told enough."""
 
 from __future__ import annotations
 
 import json
 import re
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from ..cli import announce
 from ..ranks import Rank, Ranks
 from ..recorder import Record
-from .source import Place
+from . import observed
+from .observed import Collective, End, Epoch, Join, Step
+from .source import Place, Stack
 
-RULES: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("rules.json").read_text())
-SEVERITIES = ("wrong", "suspicious")
-SCRIPT_END = "the end of the script"  # where a rank has come that has ended without an error
+_RULES: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("rules.json").read_text())
+_SCRIPT_END = "the end of the script"  # where a rank has come that has ended without an error
+Lines = Place | Sequence[Place] | None
+_Seen = TypeVar("_Seen")
+_Told = TypeVar("_Told")
 
 
 @dataclass
@@ -27,7 +32,7 @@ class Finding:
 
     Attributes:
         kind: The name of the bug.
-        severity: One of `SEVERITIES`.
+        severity: "wrong" or "suspicious".
         where: The line of the script to change.
         ranks: The ranks that show it.
         evidence: What was seen, in numbers.
@@ -46,135 +51,125 @@ class Finding:
     also: list[Place]
 
 
-@dataclass
 class Facts:
     """What was seen of a run.
 
-    Attributes:
+    Args:
         records: What each rank has told, by its number.
         parted: Where the ranks' collectives parted, if they did.
+
+    Attributes:
+        told: What each rank has told, as instances of the classes of `observed`.
+        ranks: The numbers of the ranks.
+        who: The ranks in a sentence.
+        is_distributed: Whether the ranks belong together: without a process group, each is a training of its own.
+        training: The keys of the loaders from which a rank trains.
+        steps: The optimizer steps that all ranks have made, as a record of each rank.
+        deals_micro_batches: Whether ranks take different numbers of them, whose gradients `exact_gradients` adds up.
     """
 
-    records: dict[int, list[Record]]
-    parted: Parting | None = None
+    def __init__(self, records: dict[int, list[Record]], parted: Parting | None = None) -> None:
+        self.told = {rank: _read(records[rank]) for rank in sorted(records)}
+        self.parted = parted
+        self.ranks = list(self.told)
+        self.world_size = len(self.ranks)
+        self.who = say_ranks(self.ranks)
+        self.is_distributed = bool(parted) or any(step.joined for step in self.all(Step))
+        self.training = {seen.loader for seen in self.all(observed.Trains)}
+        self.steps = self.rows(Step, "optimizer", "number")
+        if self.all(Join):  # then ranks make different numbers of steps
+            self.steps = [row for row in self.steps if agree(row, "position")]
+        self.deals_micro_batches = any(epoch.sampler == "MicroBatchSampler" for epoch in self.all(Epoch))
 
-    @property
-    def ranks(self) -> list[int]:
-        """List the ranks."""
-        return sorted(self.records)
+    def of(self, kind: type[_Seen]) -> dict[int, list[_Seen]]:
+        """Select the records of one kind, by rank."""
+        return {rank: [seen for seen in told if isinstance(seen, kind)] for rank, told in self.told.items()}
 
-    @property
-    def world_size(self) -> int:
-        """Return the number of ranks."""
-        return len(self.records)
+    def all(self, kind: type[_Seen]) -> list[_Seen]:
+        """List the records of one kind, of all ranks."""
+        return list(chain.from_iterable(self.of(kind).values()))
 
-    @property
-    def is_distributed(self) -> bool:
-        """Return whether the ranks belong together: without a process group, each is a training of its own."""
-        return bool(self.parted) or any(record["joined"] for record in self.all("step"))
+    def first(self, kind: type[_Seen]) -> list[_Seen]:
+        """List the records of one kind, of the first rank."""
+        return self.of(kind)[self.ranks[0]]
 
-    @property
-    def who(self) -> str:
-        """Name the ranks in a sentence."""
-        return say_ranks(self.ranks)
+    def rows(self, kind: type[_Seen], *fields: str) -> list[list[_Seen]]:
+        """Put records of the ranks side by side that have equal fields; leave out what not all ranks have told."""
+        by_rank = [by_fields(told, *fields) for told in self.of(kind).values()]
+        common = [key for key in by_rank[0] if all(key in table for table in by_rank)]
+        return [[table[key][-1] for table in by_rank] for key in common]
 
-    @property
-    def steps(self) -> list[list[Record]]:
-        """List the optimiser steps that all ranks have made, as a record of each rank."""
-        return [records for _, records in self.rows("step", "optimizer", "number")]
-
-    @property
-    def training(self) -> set[str]:
-        """Name the loaders from which a rank trains."""
-        return {record["loader"] for record in self.all("trains")}
-
-    @property
-    def deals_micro_batches(self) -> bool:
-        """Return whether ranks take different numbers of micro-batches, whose gradients `exact_gradients` adds up."""
-        return any(record.get("sampler") == "MicroBatchSampler" for record in self.all("epoch"))
-
-    def finding(self, rule: str, evidence: str, *lines: Sequence[Any] | None, **changes: Any) -> Finding:
-        """Make a finding by a rule of the table, of all ranks, at the nearest of some lines or stacks.
+    def finding(
+        self, rule: str, evidence: str, *lines: Lines, severity: str = "", ranks: Sequence[int] = ()
+    ) -> Finding:
+        """Make a finding by a rule of the table.
 
         Args:
             rule: Its name in `rules.json`.
             evidence: What was seen.
-            lines: The first is where the bug is, the others belong to it.
-            changes: Other `severity` or `ranks`.
+            lines: Lines and stacks: the first line is where the bug is, the others belong to it.
+            severity: Another one than the rule's.
+            ranks: Those that show it, instead of all.
         """
-        found = places(*lines)
-        entry = RULES[rule]
-        why = entry["why"].replace("{ranks}", str(self.world_size))
-        where = found[0] if found else None
-        kind, severity, fix = entry["finding"], entry["severity"], entry["fix"]
-        return replace(Finding(kind, severity, where, self.ranks, evidence, why, fix, found[1:]), **changes)
-
-    def of(self, kind: str) -> dict[int, list[Record]]:
-        """Select the records of one kind, by rank."""
-        return {rank: [r for r in self.records[rank] if r["kind"] == kind] for rank in self.ranks}
-
-    def all(self, kind: str) -> list[Record]:
-        """List the records of one kind, of all ranks."""
-        return list(chain.from_iterable(self.of(kind).values()))
-
-    def first(self, kind: str) -> list[Record]:
-        """List the records of one kind, of the first rank."""
-        return [record for record in self.records[self.ranks[0]] if record["kind"] == kind]
-
-    def rows(self, kind: str, *keys: str) -> list[tuple[tuple[Any, ...], list[Record]]]:
-        """Put records of the ranks side by side, by the values of some fields.
-
-        Returns:
-            For each combination of values that every rank has told: these, and a record of each rank.
-        """
-        by_rank = []
-        for records in self.of(kind).values():
-            by_rank.append({tuple(record[key] for key in keys): record for record in records})
-        first, *others = by_rank
-        common = [values for values in first if all(values in other for other in others)]
-        rows = [(values, [table[values] for table in by_rank]) for values in common]
-        if kind == "step" and self.all("join"):  # then ranks make other numbers of steps
-            rows = [row for row in rows if agree(row[1], "position")]
-        return rows
+        found = listed(*lines)
+        entry = _RULES[rule]
+        return Finding(
+            kind=entry["finding"],
+            severity=severity or entry["severity"],
+            where=found[0] if found else None,
+            ranks=list(ranks) or self.ranks,
+            evidence=evidence,
+            why=entry["why"].replace("{ranks}", str(self.world_size)),
+            fix=entry["fix"],
+            also=found[1:],
+        )
 
 
-@dataclass
-class Parting:
-    """The first collective that ranks did not enter alike.
-
-    Attributes:
-        ranks: Two ranks.
-        entered: The collective that each entered, None for one that has ended or waits elsewhere.
-        ends: How a rank ended, "" while it runs.
-    """
-
-    ranks: tuple[int, int]
-    entered: tuple[Record | None, Record | None]
-    ends: str = ""
+def _read(records: list[Record]) -> list[Any]:
+    """Read what a rank has told, and count its collectives."""
+    entered: Counter[str] = Counter()
+    told = []
+    for seen in map(observed.read, records):
+        if isinstance(seen, Collective):
+            told.append(seen._replace(position=entered[seen.group]))
+            entered[seen.group] += 1
+        elif seen is not None:
+            told.append(seen)
+    return told
 
 
-def place(places: Sequence[Any]) -> Place | None:
-    """Return the nearest line of a recorded stack."""
-    return Place(*places[0]) if places else None
+Rule = Callable[[Facts], Iterator[Finding]]
 
 
-def places(*stacks: Sequence[Any] | None) -> list[Place]:
-    """List the lines of recorded stacks, and single lines, each once."""
-    found: list[Place] = []
-    for stack in stacks:
-        if isinstance(stack, Place):
-            found.append(stack)
-        else:
-            found += [Place(*entry) for entry in stack or []]
+def first_of(*rules: Rule) -> Rule:
+    """Make a rule that ends with the first finding of some rules."""
+
+    def look(facts: Facts) -> Iterator[Finding]:
+        return islice(chain.from_iterable(rule(facts) for rule in rules), 1)
+
+    return look
+
+
+def listed(*lines: Lines) -> Stack:
+    """List the lines of stacks, and single lines, each once."""
+    found: Stack = []
+    for each in lines:
+        found += [each] if isinstance(each, Place) else each or []
     return list(dict.fromkeys(found))
 
 
-def in_function_of(stack: Sequence[Any], other: Sequence[Any]) -> Place | None:
+def in_function_of(stack: Stack, other: Stack) -> Place | None:
     """Return the line of a stack that is in the function where another begins; else its nearest."""
-    target = place(other)
-    lines = places(stack)
-    same = [line for line in lines if target and (line.file, line.function) == (target.file, target.function)]
-    return next(iter([*same, *lines]), None)
+    same = [line for line in stack for target in other[:1] if line.shares_function_with(target)]
+    return next(iter([*same, *stack]), None)
+
+
+def by_fields(records: Sequence[_Told], *fields: str) -> dict[tuple[Any, ...], list[_Told]]:
+    """Put together the records with equal fields."""
+    found: dict[tuple[Any, ...], list[_Told]] = {}
+    for record in records:
+        found.setdefault(tuple(getattr(record, field) for field in fields), []).append(record)
+    return found
 
 
 def all_equal(values: Sequence[Any]) -> bool:
@@ -182,9 +177,14 @@ def all_equal(values: Sequence[Any]) -> bool:
     return all(value == values[0] for value in values)
 
 
-def agree(records: Sequence[Record], key: str) -> bool:
+def agree(records: Sequence[Any], field: str) -> bool:
     """Return whether a field is equal in all records."""
-    return all_equal([record[key] for record in records])
+    return all_equal([getattr(record, field) for record in records])
+
+
+def joined(values: Sequence[Any], form: str = "") -> str:
+    """Write the ranks' values in a sentence."""
+    return " and ".join(format(value, form) for value in values)
 
 
 def name_some(names: Sequence[str]) -> str:
@@ -204,24 +204,28 @@ def say_ranks(ranks: list[int]) -> str:
     return "ranks " + ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"
 
 
-# Tell ranks that hold parts of one network from ranks that hold replicas of it.
-
-OF_REPLICAS = frozenset(
-    ["gradients-not-averaged", "replicas-differ-at-start", "replicas-drift", "same-samples", "same-random-numbers"]
-)
-
-
-def hold_parts(facts: Facts) -> bool:
-    """Return whether the network is spread over the ranks in stages: tensors go from rank to rank in training."""
-    if any(record["causes"] for record in facts.all("step")):  # a DDP, of replicas
-        return False
-    sending = [records for records in facts.of("point to point").values() if any(r["step"] for r in records)]
-    return len(sending) > 1
-
-
 # Compare the order in which ranks enter collectives, as they tell it.
 
 _OF_ONE_SIZE = ("all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+
+
+class Parting(NamedTuple):
+    """The first collective that ranks did not enter alike.
+
+    Attributes:
+        ranks: Two ranks.
+        entered: The collective that each entered, None for one that has ended or waits elsewhere.
+        end: How a rank ended, "" while it runs.
+    """
+
+    ranks: tuple[int, int]
+    entered: tuple[Collective, Collective | None]
+    end: str
+
+    @property
+    def is_script_end(self) -> bool:
+        """Return whether a rank has come to the end of the script."""
+        return self.end == _SCRIPT_END
 
 
 class Order:
@@ -229,61 +233,64 @@ class Order:
 
     Attributes:
         parted: That collective, once it is found.
+        ends: How the ranks have ended that have.
     """
 
     def __init__(self, ranks: list[int]) -> None:
         self._ranks = ranks
-        self._entered: dict[tuple[str, int], list[Record]] = {}
-        self._ended: dict[int, str] = {}
-        self._failed: set[int] = set()
+        self._entered: dict[tuple[str, int], list[Collective]] = {}
         self._stepping: set[int] = set()
         self._has_join = False
         self.parted: Parting | None = None
+        self.ends: dict[int, End] = {}
 
     def take(self, rank: int, record: Record) -> None:
         """Take in what a rank tells."""
-        if record["kind"] == "join" or self._has_join:  # ranks that have ended shadow the others' collectives
-            self._has_join = True
-        elif record["kind"] == "step":
+        seen = observed.read(record)
+        if isinstance(seen, End):
+            self.ends.setdefault(rank, seen)
+        elif isinstance(seen, Step):
             self._stepping.add(rank)
-        elif record["kind"] == "collective":
-            self._compare(rank, record)
-            self._compare_ends()
-        elif record["kind"] in ("done", "end"):
-            if record.get("error") or record.get("code"):  # it has failed, of which the others know nothing
-                self._failed.add(rank)
-            elif rank not in self._failed:
-                self._ended.setdefault(rank, record.get("reason") or SCRIPT_END)
+        elif isinstance(seen, Join):
+            self._has_join = True
+        if self._has_join:  # ranks that have ended shadow the others' collectives
+            return
+        if isinstance(seen, Collective):
+            self._compare(rank, seen)
+        if isinstance(seen, Collective | End):
             self._compare_ends()
 
-    def _compare(self, rank: int, record: Record) -> None:
-        entered = self._entered.setdefault((record["group"], rank), [])
+    def _compare(self, rank: int, seen: Collective) -> None:
+        entered = self._entered.setdefault((seen.group, rank), [])
         for other in self._ranks:
-            theirs = self._entered.get((record["group"], other), [])[len(entered) :]
-            if other != rank and theirs and _signature(theirs[0]) != _signature(record):
-                self._part(rank, other, record, theirs[0], "")
-        entered.append(record)
+            theirs = self._entered.get((seen.group, other), [])[len(entered) :]
+            if other != rank and theirs and _signature(theirs[0]) != _signature(seen):
+                self._part(Parting((rank, other), (seen, theirs[0]), ""))
+        entered.append(seen)
 
     def _compare_ends(self) -> None:
         """Find a rank that has entered a collective which one that has ended never will."""
-        for ended, reason in self._ended.items():
+        for ended, end in self.ends.items():
+            if end.has_failed:  # of which the others know nothing
+                continue
             count = len(self._entered.get(("0", ended), []))
-            others = self._stepping if reason == "steps" else self._ranks  # it was stopped here, others help it
+            others = self._stepping if end.reason == "steps" else self._ranks  # it was stopped here, others help it
             for rank in others:
                 theirs = self._entered.get(("0", rank), [])
                 if len(theirs) > count:
-                    self._part(rank, ended, theirs[count], None, reason)
+                    self._part(Parting((rank, ended), (theirs[count], None), end.reason or _SCRIPT_END))
 
-    def _part(self, rank: int, other: int, record: Record, theirs: Record | None, ends: str) -> None:
-        if self.parted is None:
-            self.parted = Parting((rank, other), (record, theirs), ends)
+    def _part(self, parting: Parting) -> None:
+        self.parted = self.parted or parting
 
 
-def _signature(record: Record) -> tuple[object, ...]:
-    if record["op"] not in _OF_ONE_SIZE:
-        return (record["op"],)
-    return record["op"], record.get("dtype"), tuple(record.get("shape", ())), record.get("reduction")
+def _signature(seen: Collective) -> tuple[object, ...]:
+    if seen.op not in _OF_ONE_SIZE:
+        return (seen.op,)
+    return seen.op, seen.dtype, seen.shape, seen.reduction
 
+
+# Follow the ranks.
 
 _NO_GPU = "_cuda_|compiled with CUDA|No CUDA GPUs|no NVIDIA driver|a CUDA device|no accelerator|none is available"
 _POLL = 0.1  # seconds
@@ -328,7 +335,7 @@ class Watch:
         self._most = most
         self._timeout = timeout
         self._order = Order([rank.number for rank in ranks.all])
-        self._finished: dict[int, Record] = {}
+        self._ends = self._order.ends
 
     def run(self) -> Outcome:
         """Wait until all ranks have finished, or one of the bounds is reached."""
@@ -337,22 +344,19 @@ class Watch:
         last = begun + 1e9
         announced = begun
         hanging = False
-        while not hanging and len(self._finished) < len(self._ranks.all):
-            heard = False
-            for rank, record in self._ranks.wait(_POLL):
-                heard = True
+        while not hanging and len(self._ends) < len(self._ranks.all):
+            news = list(self._ranks.wait(_POLL))
+            for rank, record in news:
                 self._order.take(rank.number, record)
-                if record["kind"] in ("done", "end", "spawns"):
-                    self._finished.setdefault(rank.number, record)
             now = time.monotonic()
-            if heard:
+            if news:
                 deadline = now + self._patience()
             for rank in self._ranks.all:
                 if rank.ended is not None:
-                    self._finished.setdefault(rank.number, {"kind": "died", "how": rank.ended})
+                    self._ends.setdefault(rank.number, End(died=rank.ended))
             if self._order.parted:
                 last = min(last, now + _AFTER_PARTING)
-            if any(_has_failed(record) for record in self._finished.values()):
+            if any(end.has_failed or end.starts_ranks for end in self._ends.values()):
                 last = min(last, now + _AFTER_FAILURE)
             if now > announced + _NEWS:
                 announced = now
@@ -368,35 +372,32 @@ class Watch:
         """Bound the time in which no rank tells anything."""
         if self._waits_for_helpers():
             return min(self._timeout, _AFTER_FAILURE)
-        if any(record["kind"] == "end" for record in self._finished.values()):
+        if any(not end.reason and not end.died for end in self._ends.values()):
             return min(self._timeout, _AFTER_END)
         return self._timeout
 
+    def _running(self) -> list[Rank]:
+        return [rank for rank in self._ranks.all if rank.number not in self._ends]
+
     def _waits_for_helpers(self) -> bool:
         """Return whether all ranks that make steps have made enough, and others help them which make none."""
-        running = [rank for rank in self._ranks.all if rank.number not in self._finished]
-        are_done = [record.get("reason") == "steps" for record in self._finished.values()]
-        return any(are_done) and all(are_done) and not any(map(_steps, running))
+        are_done = [end.reason == "steps" for end in self._ends.values()]
+        return any(are_done) and all(are_done) and not any(map(_steps, self._running()))
 
     def _outcome(self, hanging: bool, seconds: float) -> Outcome:
         facts = Facts({rank.number: rank.records for rank in self._ranks.all}, self._order.parted)
-        made = [_steps(rank) for rank in self._ranks.all]
-        steps = min(filter(None, made), default=0)
+        steps = min(filter(None, map(_steps, self._ranks.all)), default=0)
         trouble, details = self._describe_trouble(hanging, steps)
-        failed = {record["name"]: record["error"] for record in facts.all("observer failed")}
+        failed = {failure.name: failure.error for failure in facts.all(observed.Failure)}
         return Outcome(facts, steps, trouble, details, seconds, failed)
 
     def _describe_trouble(self, hanging: bool, steps: int) -> tuple[str, list[str]]:
-        for number, record in self._finished.items():
-            if record["kind"] == "spawns":
+        for number, end in self._ends.items():
+            if end.starts_ranks:
                 return "the script starts processes of its own: check the function that they run, as one rank", []
-            if _has_failed(record):
-                how = record.get("how") or f"exited with code {record['code']}"
-                error = ""
-                if record.get("error"):
-                    how, error = "failed", f"{_say_where(record)}: {record['error']}"
-                trouble = f"rank {number} {how} after {steps} optimizer steps{error}"
-                if re.search(_NO_GPU, error):
+            if end.has_failed:
+                trouble = f"rank {number} {_say_how(end)} after {steps} optimizer steps{_say_error(end)}"
+                if re.search(_NO_GPU, end.error):
                     trouble += ". The script needs a GPU: set it to the CPU, or check it with `--device cuda`"
                 return trouble, self._ranks.all[number].tail()
         if hanging and not self._order.parted and not self._waits_for_helpers():
@@ -407,25 +408,28 @@ class Watch:
 
     def _describe_hanging(self) -> tuple[str, list[str]]:
         """Tell which ranks go on, and at which lines."""
-        running = [rank for rank in self._ranks.all if rank.number not in self._finished]
+        running = self._running()
         stacks = []
         for rank in running:
             stacks += [f"rank {rank.number}:", *rank.read_stack().splitlines()[1:7]]
-        if not self._finished:
+        if not self._ends:
             return f"no rank made progress for {self._timeout:g} s", stacks
-        ended = say_ranks(sorted(self._finished))
+        ended = say_ranks(sorted(self._ends))
         return f"{say_ranks([rank.number for rank in running])} did not end after {ended} had ended", stacks
 
 
-def _say_where(record: Record) -> str:
-    return f" at {place(record['where'])}" if record["where"] else ""
+def _say_how(end: End) -> str:
+    if end.error:
+        return "failed"
+    return end.died or f"exited with code {end.code}"
 
 
-def _has_failed(record: Record) -> bool:
-    if record["kind"] == "end":
-        return bool(record["error"] or record["code"])
-    return bool(record["kind"] != "done")
+def _say_error(end: End) -> str:
+    if not end.error:
+        return ""
+    where = f" at {end.where[0]}" if end.where else ""
+    return f"{where}: {end.error}"
 
 
 def _steps(rank: Rank) -> int:
-    return sum(1 for record in rank.records if record["kind"] == "step" and record["optimizer"] == 0)
+    return sum(record["kind"] == "step" and record["optimizer"] == 0 for record in rank.records)

@@ -17,10 +17,11 @@ from torch.utils.data._utils import fetch
 from ...collectives.digest import digest
 from ...data.loader import Loader, UnequalShares, remedy_for
 from ...data.streams import Stream
-from ..recorder import Function, Record, Recorder, after, before, content, guarded, replace
+from ..recorder import Function, Recorder, after, before, content, guarded, replace
 from .modules import Modules
-from .random_numbers import GENERATORS, Draws, Windows
-from .source import Place, Stack, awaits_stop_iteration, definition, is_bounded, is_own_object, rounds_around, stack
+from .observed import Batch, End, Epoch, EpochEnd, EpochSet, Fetch, Position, Trains, tell
+from .random_numbers import GENERATORS, Tracer, Windows
+from .source import Stack, awaits_stop_iteration, definition, is_bounded, is_own_object, rounds_around, stack
 
 _MANY = 2_000_000  # samples of an epoch that are listed
 _BATCHES = 64  # of an epoch that are described one by one
@@ -89,7 +90,7 @@ class Ending:
 
     def wait(self, reason: str) -> None:
         """Say why this process is done, and wait for the end."""
-        self._recorder.tell("done", reason=reason)
+        tell(self._recorder, End(reason=reason))
         os.read(self._control, 1)
         os._exit(0)
 
@@ -148,11 +149,11 @@ class Samples:
                     self._ending.begin_epoch()  # of a loader that is made anew for each
                 loader.trains = True
                 self._ending.has_loader = True
-                self._recorder.tell("trains", loader=loader.key)
+                tell(self._recorder, Trains(loader.key))
 
-    def position(self) -> list[list[Any]]:
+    def position(self) -> list[Position]:
         """Tell which batch of which epoch each loader that trains has yielded last."""
-        return [[loader.key, loader.epoch, loader.batches] for loader in self._all if loader.trains]
+        return [Position(each.key, each.epoch, each.batches) for each in self._all if each.trains]
 
     def begin_step(self) -> None:
         """Forget what belongs to the step that has ended."""
@@ -186,9 +187,9 @@ class Samples:
         finalize(iterator, self._leave, known)
         if known.trains:
             self._ending.begin_epoch()
-        described = self._describe(loader, known, iterator)
+        described = self._describe(loader, known)
         if isinstance(loader.dataset, IterableDataset):
-            self._recorder.tell("epoch", batches=None, **described)
+            tell(self._recorder, described)
             return
         planned = _Planned(iterator._index_sampler, described, loader.dataset, self._recorder, known)
         iterator._index_sampler = planned
@@ -205,34 +206,34 @@ class Samples:
         """Count the calls of networks since the last step: those with gradients, and the samples of the others."""
         return len(self._modules.calls), self._modules.samples
 
-    def _describe(self, loader: Any, known: _Loader, iterator: Any) -> dict[str, Any]:
+    def _describe(self, loader: Any, known: _Loader) -> Epoch:
         sampler = _sampler_of(loader)
         self._watch_epochs(type(sampler))
-        is_known = type(sampler).__hash__ is not None and hasattr(sampler, "__weakref__")
-        return {
-            "loader": known.key,
-            "number": known.epoch,
-            "made": known.made,
-            "where": stack(),
-            "sampler": type(sampler).__name__,
-            "lines": _own_lines(loader, sampler),
-            "iterable": isinstance(loader.dataset, IterableDataset),
-            "split": self._made.get(loader.dataset, []) if isinstance(loader.dataset, Subset) else [],
-            "sampler_made": self._made.get(sampler, []) if is_known else [],
-            "has_epoch": hasattr(sampler, "set_epoch"),
-            "bounded": is_bounded(),
-            "rounds": rounds_around(),
-            "replaces": bool(getattr(sampler, "replacement", False)) or "Weighted" in type(sampler).__name__,
-            "batch_size": getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size or 1,
-            "drop_last": bool(loader.drop_last) or bool(getattr(sampler, "drop_last", False)),
-            "workers": loader.num_workers,
-        }
+        is_hashable = type(sampler).__hash__ is not None and hasattr(sampler, "__weakref__")
+        return Epoch(
+            loader=known.key,
+            number=known.epoch,
+            made=known.made,
+            where=stack(),
+            sampler=type(sampler).__name__,
+            sampler_made=self._made.get(sampler, []) if is_hashable else [],
+            lines=_own_lines(loader, sampler),
+            split=self._made.get(loader.dataset, []) if isinstance(loader.dataset, Subset) else [],
+            iterable=isinstance(loader.dataset, IterableDataset),
+            has_epoch=hasattr(sampler, "set_epoch"),
+            bounded=is_bounded(),
+            rounds=rounds_around(),
+            replaces=bool(getattr(sampler, "replacement", False)) or "Weighted" in type(sampler).__name__,
+            batch_size=getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size or 1,
+            drop_last=bool(loader.drop_last) or bool(getattr(sampler, "drop_last", False)),
+            workers=loader.num_workers,
+        )
 
     def _watch_epochs(self, kind: Any) -> None:
         """Note from which line, and to which number, the epoch of samplers of a class is set."""
 
         def look(sampler: Any, epoch: Any, *args: Any) -> None:
-            self._recorder.tell("set epoch", sampler=kind.__name__, epoch=repr(epoch), where=stack())
+            tell(self._recorder, EpochSet(kind.__name__, repr(epoch), stack()))
 
         if kind not in self._watched and hasattr(kind, "set_epoch"):
             self._watched.add(kind)
@@ -255,9 +256,8 @@ class Samples:
             except StopIteration:
                 known.fetched = False
                 self._modules.feeding = ""
-                told = {"loader": known.key, "number": known.epoch, "batches": known.batches}
-                told["shares"] = f"{known.shares}" if known.shares and remedy_for(known.shares) else ""
-                self._recorder.tell("epoch end", cut=was_cut, **told)
+                shares = f"{known.shares}" if known.shares and remedy_for(known.shares) else ""
+                tell(self._recorder, EpochEnd(known.key, known.epoch, known.batches, was_cut, shares))
                 raise
             note(known, batch)
             open_window()
@@ -272,37 +272,35 @@ class Samples:
         self._modules.feeding = known.key
         known.batches += 1
         if known.batches <= _BATCHES:
-            told = {"loader": known.key, "number": known.epoch, "batch": known.batches}
-            self._recorder.tell("batch", content=content(batch), **told)
+            tell(self._recorder, Batch(known.key, known.epoch, content(batch)))
 
     def _fetch(self, original: Function) -> Function:
-        tell = guarded(self._tell_fetch)
+        note = guarded(self._note_fetch)
 
         def call(fetcher: Any, *args: Any) -> Any:
             if self._fetches >= _FETCHES:
                 return original(fetcher, *args)
             self._fetches += 1
-            draws = Draws(fetcher.dataset)
-            guarded(draws.begin)()
+            tracer = Tracer(fetcher.dataset)
+            guarded(tracer.begin)()
             try:
                 batch = original(fetcher, *args)
             finally:
-                guarded(draws.end)()
-            tell(draws, batch)
+                guarded(tracer.end)()
+            note(tracer, batch)
             return batch
 
         return call
 
-    def _tell_fetch(self, draws: Draws, batch: Any) -> None:
+    def _note_fetch(self, tracer: Tracer, batch: Any) -> None:
         """Tell which random numbers a dataset has drawn for a batch."""
         info = get_worker_info()
         worker = None if info is None else info.id
-        loader, epoch = self._begun
-        told = {"worker": worker, "number": self._fetches, "content": content(batch), "loader": loader, "epoch": epoch}
-        self._recorder.tell("fetch", drawn=draws.drawn, lines=draws.lines, **told)
+        drawn = tracer.found
+        tell(self._recorder, Fetch(worker, self._fetches, content(batch), *self._begun, drawn, self._recorder.step))
 
 
-def _own_lines(loader: Any, sampler: Any) -> list[Place]:
+def _own_lines(loader: Any, sampler: Any) -> Stack:
     """Return where the script decides which samples come: in its own sampler or stream."""
     if isinstance(loader.dataset, Stream):
         return definition(getattr(type(loader.dataset.dataset), "shard", None))
@@ -328,7 +326,7 @@ class _Cut(StopIteration):
 class _Planned:
     """Stands for an index sampler: reads all of it when the first batch is asked for, and tells it."""
 
-    def __init__(self, sampler: Any, described: Record, dataset: Any, recorder: Recorder, known: _Loader) -> None:
+    def __init__(self, sampler: Any, described: Epoch, dataset: Any, recorder: Recorder, known: _Loader) -> None:
         self._sampler = sampler
         self._known = known
         self._described = described
@@ -356,17 +354,24 @@ class _Planned:
         yield from batches
 
     def _tell(self, ahead: list[Any]) -> None:
-        if self._described["sampler"] != "MicroBatchSampler":  # of which ranks have different numbers
+        if self._described.sampler != "MicroBatchSampler":  # of which ranks have different numbers
             self._known.planned = len(ahead)
-        flat = [index for batch in ahead for index in _as_list(batch)]
+        indices = [index for batch in ahead for index in _as_list(batch)]
         base, mapping = _base_of(self._dataset)
         plan: list[int] | None = None
-        if all(isinstance(i, int | np.integer) for i in flat):
-            plan = [int(i) if mapping is None else mapping[i] for i in flat]
+        if all(isinstance(i, int | np.integer) for i in indices):
+            plan = [int(i) if mapping is None else mapping[i] for i in indices]
         ordered, unordered = _digest_of(base)
-        told = {"batches": len(ahead), "plan": plan, "total": len(self._dataset), "base": id(base)}
-        told["expected"] = None if mapping is None else sorted(set(mapping))
-        self._recorder.tell("epoch", dataset=ordered, contents=unordered, **told, **self._described)
+        planned = self._described._replace(
+            batches=len(ahead),
+            plan=plan,
+            total=len(self._dataset),
+            base=id(base),
+            expected=None if mapping is None else sorted(set(mapping)),
+            dataset=ordered,
+            contents=unordered,
+        )
+        tell(self._recorder, planned)
 
 
 def _as_list(batch: Any) -> list[Any] | tuple[Any, ...]:

@@ -16,6 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 
 from ..recorder import Function, Recorder, after, before, content, guarded, size_of
+from .observed import Averaging, Call, Collective, Loaded, Mode, tell
 from .source import Stack, is_own_object, own_frames, place_of, stack
 
 _MANY_CALLS = 16  # calls of networks that are kept for a step
@@ -59,10 +60,10 @@ class Wrapped:
             self._will_regroup = False
             self.regroups = True
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> Averaging:
         """Describe what could keep this DDP from averaging the gradients of a step."""
-        told = {name: getattr(self, name) for name in ("made", "bypassed", "taken_out", "unsynced")}
-        return told | {"skips": bool(self.module.find_unused_parameters or self.module.static_graph)}
+        skips = bool(self.module.find_unused_parameters or self.module.static_graph)
+        return Averaging(self.made, self.bypassed, self.taken_out, self.unsynced, skips)
 
 
 class Modules:
@@ -83,7 +84,7 @@ class Modules:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self.wrapped: dict[int, Wrapped] = {}
-        self.calls: list[dict[str, Any]] = []
+        self.calls: list[Call] = []
         self.samples = 0
         self.networks: list[tuple[nn.Module, str]] = []
         self.evaluated: dict[nn.Module, tuple[str, Stack]] = {}
@@ -105,7 +106,7 @@ class Modules:
         hooks.register_module_forward_pre_hook(guarded(self._entered))
         hooks.register_module_forward_hook(guarded(self._left), always_call=True)
         before(nn.Module, "train", self._switch)
-        before(nn.Module, "load_state_dict", lambda *args, **kwargs: self._recorder.tell("loaded", where=stack()))
+        before(nn.Module, "load_state_dict", lambda *args, **kwargs: tell(self._recorder, Loaded(stack())))
         after(nn.Parameter, "__deepcopy__", self._copied)
         after(Tensor, "__deepcopy__", self._copied)
         after(DistributedDataParallel, "__init__", self._made)
@@ -126,6 +127,11 @@ class Modules:
             if any(parameter is other for other in wrapped.inner.parameters()):
                 return wrapped, False
         return None, False
+
+    def wrapper_inside(self, network: nn.Module) -> Wrapped | None:
+        """Find the first DDP whose module is a part of a network."""
+        parts = list(network.modules())
+        return next((wrapped for wrapped in self.wrapped.values() if wrapped.inner in parts), None)
 
     def is_used(self, network: nn.Module) -> bool:
         """Return whether a network was called, or a part of it, or one that it is a part of."""
@@ -162,7 +168,7 @@ class Modules:
             self._tell_of_ddp("backward")
 
     def _tell_of_ddp(self, what: str) -> None:
-        self._recorder.tell_collective({"group": "0", "op": f"{what} of DDP", "where": stack()[:4]})
+        tell(self._recorder, Collective(f"{what} of DDP", "0", stack()[:4]))
 
     def _registered(self, module: Any, name: str, parameter: Any) -> None:
         if isinstance(parameter, Tensor):
@@ -230,12 +236,12 @@ class Modules:
         where = stack()[:3]
         if mode and self.feeding and (self.feeding, mode, *where) not in self._noted:
             self._noted.add((self.feeding, mode, *where))
-            self._recorder.tell("call", loader=self.feeding, mode=mode, where=where)
+            tell(self._recorder, Mode(self.feeding, mode, where))
         if not torch.is_grad_enabled():
             self.samples += size_of(args)
             self.evaluated[module] = self.feeding, where
         elif len(self.calls) < _MANY_CALLS:
-            self.calls.append({"where": where, "input": content(args)})
+            self.calls.append(Call(where, content(args)))
             self.networks.append((module, mode))
 
 

@@ -1,4 +1,4 @@
-"""Observe random number generators: which are used in training, from which state, and by which lines."""
+"""Observe which random numbers are drawn in training, and by which lines; find those that are the same or repeat."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ..recorder import Function, Recorder, before, guarded, replace
-from .source import Place, is_own, own_frames, place_of, stack
+from .facts import Facts, Finding, agree, by_fields, first_of, listed
+from .observed import Draw, Draws, Fetch, Seeded, Step, tell
+from .source import Place, Stack, is_own, is_shared_out, own_frames, place_of, stack
 
-State = dict[str, tuple[int, int]]  # hash and position of each generator
 GENERATORS = (np.random.RandomState, np.random.Generator, random.Random, torch.Generator)
 _MANY = 8  # draws that are kept for a step
 _CHILDREN = 32  # of an object that are searched for generators
 _LINES = 8  # of drawing that are kept
+_GIVEN = "a generator"  # that the script hands to a function
 _SEEDING = (
     (torch, "manual_seed", "torch"), (torch, "set_rng_state", "torch"), (torch.random, "set_rng_state", "torch"),
     (np.random, "seed", "numpy"), (np.random, "set_state", "numpy"), (np.random, "shuffle", "shuffle"),
@@ -28,7 +30,14 @@ _SEEDING = (
 )  # fmt: skip
 
 
-def states(others: Sequence[Any] = ()) -> State:
+class _State(NamedTuple):
+    """The state of a generator: a hash, and how many words of a block it has used, 0 if that is not known."""
+
+    hash: int
+    position: int = 0
+
+
+def _states(others: Sequence[Any] = ()) -> dict[str, _State]:
     """Hash the states of the global generators, and of others."""
     found = {"torch": torch.default_generator, "numpy": np.random.mtrand._rand, "random": random._inst}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -37,20 +46,20 @@ def states(others: Sequence[Any] = ()) -> State:
     return {name: _state_of(generator) for name, generator in found.items()}
 
 
-def _state_of(generator: Any) -> tuple[int, int]:
-    """Hash a generator's state, and tell how many words of a block it has used, 0 if that is not known."""
+def _state_of(generator: Any) -> _State:
     if isinstance(generator, random.Random):
-        return hash(generator.getstate()[1]), 0
+        return _State(hash(generator.getstate()[1]))
     if isinstance(generator, np.random.Generator):
-        return zlib.crc32(repr(generator.bit_generator.state).encode()), 0
+        return _State(zlib.crc32(repr(generator.bit_generator.state).encode()))
     if isinstance(generator, np.random.RandomState):
         _, keys, position, *_ = generator.get_state(legacy=True)
-        return zlib.crc32(np.asarray(keys).data, int(position)), int(position)
+        return _State(zlib.crc32(np.asarray(keys).data, int(position)), int(position))
     state = generator.get_state().numpy()
+    hashed = zlib.crc32(state.data)
     if generator.device.type != "cpu":
-        return zlib.crc32(state.data), 0
+        return _State(hashed)
     left = int(state[8:12].view(np.int32)[0])
-    return zlib.crc32(state.data), 624 - left
+    return _State(hashed, 624 - left)
 
 
 def _generators_in(value: Any, depth: int = 4) -> Iterator[Any]:
@@ -64,37 +73,37 @@ def _generators_in(value: Any, depth: int = 4) -> Iterator[Any]:
             yield from _generators_in(child, depth - 1)
 
 
-class Draws:
+class Tracer:
     """Finds the generators that are used between `begin` and `end`, and the script's lines that draw from them.
 
     Args:
         value: Has generators in its fields, besides the global ones.
+
+    Attributes:
+        found: What was drawn.
+        is_looking: Whether it has begun and not ended.
     """
 
     def __init__(self, value: Any = None) -> None:
-        self.lines: list[Place] = []
-        self.drawn: list[dict[str, Any]] = []
+        self.found = Draws([], [])
+        self.is_looking = False
         self._others = list(_generators_in(value))
-        self._begun: State = {}
-        self._state: State = {}
+        self._begun: dict[str, _State] = {}
+        self._state: dict[str, _State] = {}
         self._place: Place | None = None
         self._is_tracing = False
 
     def begin(self, traces: bool = True) -> None:
         """Look from here on; compare states line by line, unless somebody else traces."""
-        self._begun = self._state = states(self._others)
+        self.is_looking = True
+        self._begun = self._state = _states(self._others)
         if not traces or sys.gettrace() is not None:
             return
         self._is_tracing = True
-        for frame in own_frames(sys._getframe(1)):
+        for frame in own_frames():
             frame.f_trace = self._look
             self._place = self._place or place_of(frame)
         sys.settrace(self._look)
-
-    @property
-    def watches(self) -> bool:
-        """Return whether it looks now."""
-        return bool(self._begun)
 
     def end(self) -> None:
         """Look no more."""
@@ -102,14 +111,19 @@ class Draws:
             sys.settrace(None)
             self._is_tracing = False
             self._compare()
-            for frame in own_frames(sys._getframe(1)):
+            for frame in own_frames():
                 frame.f_trace = None
-        now = states(self._others) if self._begun else {}
-        for kind, (hashed, position) in self._begun.items():
-            if now.get(kind, (hashed,))[0] != hashed and len(self.drawn) < _MANY:
-                words = (now[kind][1] - position) % 624
-                self.drawn.append({"generator": kind, "state": hashed, "words": words})
-        self._begun = {}
+        now = _states(self._others) if self.is_looking else {}
+        for kind, state in now.items():
+            begun = self._begun.get(kind, state)
+            if begun.hash != state.hash:
+                self.add(Draw(kind, begun.hash, (state.position - begun.position) % 624))
+        self.is_looking = False
+
+    def add(self, draw: Draw) -> None:
+        """Note what was drawn."""
+        if len(self.found.drawn) < _MANY:
+            self.found.drawn.append(draw)
 
     def _look(self, frame: FrameType, event: str, argument: Any) -> Any:
         if not is_own(frame.f_code.co_filename):
@@ -120,10 +134,10 @@ class Draws:
 
     def _compare(self) -> None:
         """Blame the line before for a state that has changed."""
-        now = states(self._others)
-        is_new = self._place not in self.lines and len(self.lines) < _LINES
-        if now != self._state and self._place and is_new:
-            self.lines.append(self._place)
+        now = _states(self._others)
+        lines = self.found.lines
+        if now != self._state and self._place and self._place not in lines and len(lines) < _LINES:
+            lines.append(self._place)
         self._state = now
 
 
@@ -132,7 +146,7 @@ class Windows:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._draws = Draws()
+        self._tracer = Tracer()
 
     def install(self) -> None:
         """Note where generators are seeded, and where lists are shuffled."""
@@ -142,47 +156,131 @@ class Windows:
             replace(torch, name, self._own)
 
     def _own(self, original: Function) -> Function:
-        note = guarded(self._draws_from)
+        note = guarded(self._note_draw)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get("generator") is None:
                 return original(*args, **kwargs)
-            state = _state_of(kwargs["generator"])[0]
+            state = _state_of(kwargs["generator"]).hash
             result = original(*args, **kwargs)
             note(state, result)
             return result
 
         return call
 
-    def _draws_from(self, state: int, result: torch.Tensor) -> None:
+    def _note_draw(self, state: int, result: torch.Tensor) -> None:
         """Note what is drawn from a generator that was given, in a step."""
-        if self._draws.watches and len(self._draws.drawn) < _MANY:
-            self._draws.lines += stack()[:1]
-            self._draws.drawn.append({"generator": "a generator", "state": state, "words": result.numel()})
+        if self._tracer.is_looking and len(self._tracer.found.drawn) < _MANY:
+            self._tracer.found.lines.extend(stack()[:1])
+            self._tracer.add(Draw(_GIVEN, state, result.numel()))
 
-    def _note(self, kind: str) -> Any:
+    def _note(self, kind: str) -> Function:
         def look(*args: Any, **kwargs: Any) -> None:
-            if places := stack():
-                self._recorder.tell("seeded", generator=kind, where=places)
+            if where := stack():
+                tell(self._recorder, Seeded(kind, where, self._recorder.step))
 
         return look
 
     def open(self) -> None:
         """Begin to watch, after a batch was fetched or a step has ended."""
         self.pause()
-        self._draws.begin(traces=self._recorder.step == 1)  # the lines are the same ones in other steps
+        self._tracer.begin(traces=self._recorder.step == 1)  # the lines are the same ones in other steps
 
     def pause(self) -> None:
         """Note what was drawn since `open`, before a loader draws for itself."""
-        self._draws.end()
+        self._tracer.end()
 
-    def close(self) -> dict[str, Any]:
+    def close(self) -> Draws:
         """Return what this step has drawn, and where."""
         self.pause()
-        return {"drawn": self._draws.drawn, "lines": self._draws.lines}
+        return self._tracer.found
 
     def begin_step(self) -> None:
         """Forget what belongs to the step that has ended."""
         self.pause()
-        self._draws.drawn = []
+        self._tracer.found.drawn.clear()
         self.open()
+
+
+# Find random numbers that are the same on every rank, or come again.
+
+_COMPARED = 3  # steps that must be equal on all ranks, if there are as many
+_FEW = 8  # words: a choice that all ranks are to make alike takes as many
+
+
+def seeding(facts: Facts, *kinds: str) -> Stack:
+    """List where the script has last seeded each of some generators, before it trains if it does."""
+    seeded = facts.first(Seeded)
+    early = [seen for seen in seeded if not seen.step]
+    lines = {seen.generator: seen.where for seen in early or seeded}
+    return listed(*(lines.get(kind) for kind in kinds))
+
+
+def _used(draws: Draws, least: int = 0) -> set[tuple[str, int]]:
+    """Return the generators from which so many words were drawn, and their states."""
+    return {(draw.generator, draw.state) for draw in draws.drawn if draw.words >= least}
+
+
+def _equal_states(by_rank: Sequence[Draws], least: int = 0) -> list[str]:
+    """Name the generators from whose equal states all ranks draw so many words."""
+    common = set.intersection(*(_used(draws, least) for draws in by_rank))
+    return sorted(kind for kind, _ in common)
+
+
+def _same_draws(facts: Facts) -> Iterator[Finding]:
+    """Find datasets that draw the same numbers on all ranks for other samples."""
+    for row in sorted(facts.rows(Fetch, "worker", "number", "step"), key=_order_of_fetch):
+        kinds = _equal_states([fetch.random for fetch in row])
+        if kinds and not agree(row, "content"):
+            worker = row[0].worker
+            who = "the loaders" if worker is None else f"workers {worker}"
+            evidence = f"{who} of {facts.who} draw from equal states of {', '.join(kinds)}"
+            yield facts.finding("same-random-numbers", evidence, seeding(facts, *kinds), row[0].random.lines)
+
+
+def _order_of_fetch(row: Sequence[Fetch]) -> str:
+    return str((row[0].worker, row[0].number, row[0].step))
+
+
+def _same_noise(facts: Facts) -> Iterator[Finding]:
+    """Find noise and dropout that are the same on all ranks at each step."""
+    rows = [[step.random for step in steps] for steps in facts.steps]
+    rows = [row for row in rows if all(draws.drawn for draws in row)]
+    if len(rows) < 2:
+        return
+    compared = rows[:_COMPARED]
+    kinds = sorted(set.intersection(*(set(_equal_states(row, _FEW)) for row in compared)))
+    lines = max((row[0].lines for row in rows), key=len)
+    own_lines = [line for line in lines if not is_shared_out(line)]
+    if kinds and (own_lines or not lines):
+        evidence = f"at each of {len(compared)} steps {facts.who} draw from equal states of {', '.join(kinds)}"
+        yield facts.finding("same-random-numbers", evidence, seeding(facts, *kinds), own_lines)
+
+
+def _repeated_draws(facts: Facts) -> Iterator[Finding]:
+    """Find workers that draw in each epoch what they have drawn in the one before."""
+    fetches = [fetch for fetch in facts.first(Fetch) if fetch.worker is not None and fetch.loader in facts.training]
+    for same in by_fields(fetches, "loader", "worker", "number").values():
+        kinds = _equal_states([fetch.random for fetch in same]) if len(same) > 1 else []
+        if kinds:
+            evidence = f"in {len(same)} epochs workers {same[0].worker} draw from equal states of {', '.join(kinds)}"
+            yield facts.finding("random-numbers-repeat", evidence, seeding(facts, *kinds), same[0].random.lines)
+
+
+def _repeated_noise(facts: Facts) -> Iterator[Finding]:
+    """Find steps that draw what an earlier one has drawn; each does, if it is from a generator of the script."""
+    draws = [step.random for step in facts.first(Step) if step.optimizer == 0]
+    used = [_used(each, _FEW) for each in draws]
+    always = set.intersection(*used) if used else set()
+    seen: set[tuple[str, int]] = set()
+    for number, states in enumerate(used):
+        again = {kind for kind, state in states & seen if kind != _GIVEN or (kind, state) in always}
+        if again and (number > 1 or _GIVEN not in again):
+            evidence = f"step {number + 1} draws from the same states of {', '.join(sorted(again))} as an earlier one"
+            late = [each.where for each in facts.first(Seeded) if each.step and each.generator in again]
+            yield facts.finding("random-numbers-repeat", evidence, *late[:1], draws[number].lines)
+        seen |= states
+
+
+ALONE = (first_of(_repeated_draws, _repeated_noise),)
+RULES = (first_of(_same_draws, _same_noise),)

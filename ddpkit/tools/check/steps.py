@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from inspect import getclosurevars
 from types import FunctionType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -20,9 +18,10 @@ from ..recorder import Function, Recorder, after, before, guarded, hash_of, para
 from .collectives import Collectives, tell_values
 from .loaders import Ending, Samples
 from .modules import Modules, roots, variables
+from .observed import Buffers, Fixed, Gradient, Loss, Optimized, Parameter, Plateau, Schedule, Step, Sum, tell
 from .random_numbers import Windows
 from .source import Stack, divides_by_ranks, stack
-from .training_loop import TrainingLoop
+from .training_loop import Known, TrainingLoop
 
 _ELEMENTWISE = ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"]
 _OF_LOGARITHMS = ["nll_loss", "kl_div"]
@@ -47,7 +46,7 @@ class Losses:
         self._modules = modules
         self._samples = samples
         self._ending = ending
-        self._found: list[dict[str, Any]] = []
+        self._found: list[Loss] = []
         self._backwards = 0
         self._depth = 0
         self.places: Stack = []
@@ -65,9 +64,9 @@ class Losses:
         self._found = []
         self._backwards = 0
 
-    def of_this_step(self) -> list[dict[str, Any]]:
+    def of_this_step(self) -> list[Loss]:
         """List the losses that were differentiated in this step."""
-        return [loss for loss in self._found if "backward" in loss]
+        return [loss for loss in self._found if loss.backward >= 0]
 
     def _begin_backward(self, *args: Any, **kwargs: Any) -> None:
         self._backwards += 1
@@ -88,38 +87,42 @@ class Losses:
                 self._depth -= 1
             is_whole = self._depth == 0 and isinstance(result, Tensor)
             if is_whole and result.requires_grad and len(self._found) < _MANY_LOSSES:
-                watch(result, original.__name__, input, target, kwargs)
+                watch(result, original.__name__, input, target, **kwargs)
             return result
 
         return call
 
-    def _watch(self, result: Tensor, name: str, input: Tensor, target: Tensor, kwargs: dict[str, Any]) -> None:
-        reduction = kwargs.get("reduction", "mean")
+    def _watch(
+        self, result: Tensor, name: str, input: Tensor, target: Tensor,
+        reduction: str = "mean", ignore_index: int = -100, **others: Any,
+    ) -> None:  # fmt: skip
         count = len(input) if input.ndim else 1
         if name in ("cross_entropy", "nll_loss") and not target.is_floating_point():
-            count = int((target != kwargs.get("ignore_index", -100)).sum())
-        ignores = not target.is_floating_point() and count < target.numel() and input.ndim < _IMAGES
-        loss: dict[str, Any] = {"where": stack()[:3], "count": count, "total": 0.0}
-        loss |= {"summed": reduction != "mean", "masked": reduction != "mean" or ignores}
-        loss["mistakes"] = dict(_mistakes(name, input, target))
-        self._found.append(loss)
+            count = int((target != ignore_index).sum())
+        is_masked = not target.is_floating_point() and count < target.numel() and input.ndim < _IMAGES
+        is_summed = reduction != "mean"
+        mistakes = _mistakes(name, input, target)
+        found = self._found
+        number = len(found)
+        found.append(Loss(stack()[:3], count, 0.0, is_summed, is_summed or is_masked, mistakes, -1))
 
         def arrived(gradient: Tensor) -> None:
+            loss = found[number]
             share = float(gradient.sum())
             if reduction == "sum":
-                share *= loss["count"]
-            elif reduction == "none":
-                loss["count"] = int(gradient.count_nonzero())
-            loss["total"] += share
-            loss["backward"] = self._backwards
+                share *= count
+            if reduction == "none":
+                loss = loss._replace(samples=int(gradient.count_nonzero()))
+            found[number] = loss._replace(total=loss.total + share, backward=self._backwards)
 
         result.register_hook(guarded(arrived))  # type: ignore[no-untyped-call]
 
 
-def _mistakes(name: str, input: Tensor, target: Tensor) -> Iterator[tuple[str, str]]:
-    """Yield the rules that what a loss gets breaks, and the evidence."""
+def _mistakes(name: str, input: Tensor, target: Tensor) -> dict[str, str]:
+    """Return evidence that what a loss gets is wrong, by the rule."""
+    found = {}
     if activation := _activation(name, input):
-        yield "activated-twice", f"the loss gets the result of {activation}, and applies it again"
+        found["activated-twice"] = f"the loss gets the result of {activation}, and applies it again"
     if name in _OF_LOGARITHMS and input.ndim > 1:
         likely = input.detach().exp()
         dimensions = range(1, 2 if name == "nll_loss" else input.ndim)
@@ -127,44 +130,29 @@ def _mistakes(name: str, input: Tensor, target: Tensor) -> Iterator[tuple[str, s
         total = min(sums, key=lambda total: abs(total - 1))
         if abs(total - 1) > _LOOSE:
             rule = "above-one" if total > 1 else "not-log-probabilities"
-            yield rule, f"the exponentials of its input add up to {total:.2g} per sample"
+            found[rule] = f"the exponentials of its input add up to {total:.2g} per sample"
     if name in _ELEMENTWISE and input.shape != target.shape:
         pairs = torch.broadcast_tensors(input, target)[0].numel()  # type: ignore[no-untyped-call]
         if pairs > max(input.numel(), target.numel()):
-            yield "shapes-broadcast", f"input and target have the shapes {list(input.shape)} and {list(target.shape)}"
+            shapes = f"{list(input.shape)} and {list(target.shape)}"
+            found["shapes-broadcast"] = f"input and target have the shapes {shapes}"
+    return found
 
 
 def _activation(name: str, logits: Tensor) -> str:
     """Name the function that has computed what a loss takes for logits, "" if it is no activation."""
     activation = _APPLIED.get(name)
-    node, output = logits.grad_fn, logits.output_nr
-    while activation and node is not None:
+    node = logits.grad_fn
+    output = logits.output_nr
+    while activation and node:
         if node.name().startswith(activation):
             return activation.lower()
-        is_shape = node.name().startswith(_SHAPES)
-        node, output = node.next_functions[output if "DDP" in node.name() else 0] if is_shape else (None, 0)
+        if not node.name().startswith(_SHAPES):
+            return ""
+        if "DDP" not in node.name():  # which hands each output of a network on
+            output = 0
+        node, output = node.next_functions[output]
     return ""
-
-
-def observe_plateaus(recorder: Recorder) -> None:
-    """Tell the numbers by which schedules judge if the training has come to a plateau."""
-
-    def step(schedule: Any, metrics: Any = None, *args: Any, **kwargs: Any) -> None:
-        if metrics is not None:
-            recorder.tell("plateau", value=float(metrics), where=stack())
-
-    before(lr_scheduler.ReduceLROnPlateau, "step", step)
-
-
-class _Seen:
-    """What is known of one optimiser: its number, its parameters' names, and where it was made."""
-
-    def __init__(self, number: int, made: Stack) -> None:
-        self.number = number
-        self.made = made
-        self.names: list[str] = []
-        self.parameters: list[Tensor] = []
-        self.steps = 0
 
 
 @dataclass
@@ -180,24 +168,23 @@ class Steps:
     samples: Samples
     loop: TrainingLoop
     _schedules: list[tuple[Any, Stack]] = field(default_factory=list)
-    _made: WeakKeyDictionary[Optimizer, Stack] = field(default_factory=WeakKeyDictionary)
-    _seen: WeakKeyDictionary[Optimizer, _Seen] = field(default_factory=WeakKeyDictionary)
     _depth: int = 0
     _loaded: Stack = field(default_factory=list)
-    _buffers: dict[str, dict[str, Any]] | None = None  # at the first call of a network since the last step
+    _buffers: dict[str, Buffers] | None = None  # at the first call of a network since the last step
 
     def install(self) -> None:
         """Begin."""
         self.modules.on_call = guarded(self._note_buffers)
         for kind in (lr_scheduler.LRScheduler, lr_scheduler.SequentialLR, lr_scheduler.ChainedScheduler):
             after(kind, "__init__", lambda made, *args, **kwargs: self._schedules.append((made, stack())))
-        after(Optimizer, "__init__", self._note_made)
+        before(lr_scheduler.ReduceLROnPlateau, "step", self._note_plateau)
         before(Optimizer, "load_state_dict", self._note_loaded)
         register_optimizer_step_pre_hook(self._begins)
         register_optimizer_step_post_hook(self._ended)
 
-    def _note_made(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        self._made[optimizer] = stack()
+    def _note_plateau(self, schedule: Any, metrics: Any = None, *args: Any, **kwargs: Any) -> None:
+        if metrics is not None:
+            tell(self.recorder, Plateau(float(metrics), stack()))
 
     def _note_loaded(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         self._loaded = stack()
@@ -206,113 +193,123 @@ class Steps:
         self._depth += 1
         if self._depth > 1:  # an optimiser that is part of another
             return
-        seen = self._seen.get(optimizer)
-        if seen is None:
-            seen = self._seen[optimizer] = _Seen(len(self._seen), self._made.get(optimizer, []))
-        self.ending.before_step(seen.steps)
-        seen.steps += 1
-        self.recorder.step = max(self.recorder.step, seen.steps)
+        known = self.loop.known(optimizer)
+        if known.number < 0:
+            known.number = sum(other.number >= 0 for other in self.loop.optimizers.values())
+        self.ending.before_step(known.steps)
+        known.steps += 1
+        self.recorder.step = max(self.recorder.step, known.steps)
         if not _has_closure(args, kwargs):
-            guarded(self._record)(optimizer, seen)
+            guarded(self._record)(optimizer, known)
 
     def _ended(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth -= 1
         if self._depth:
             return
         if _has_closure(args, kwargs):
-            guarded(self._record)(optimizer, self._seen[optimizer])
+            guarded(self._record)(optimizer, self.loop.known(optimizer))
         self.ending.accumulates = False
         self._buffers = None
         for observer in (self.samples, self.modules, self.losses, self.windows):
             observer.begin_step()
 
     @torch.no_grad()
-    def _record(self, optimizer: Optimizer, seen: _Seen) -> None:
+    def _record(self, optimizer: Optimizer, known: Known) -> None:
         parameters = parameters_of(optimizer)
-        if list(map(id, parameters)) != list(map(id, seen.parameters)):
-            seen.parameters = parameters
-            self._introduce(seen)
+        if list(map(id, parameters)) != list(map(id, known.parameters)):
+            known.parameters = parameters
+            self._introduce(known)
         whole_ones = [whole(p) for p in parameters]
-        for name, plain in zip(seen.names, whole_ones, strict=True):
+        for name, plain in zip(known.names, whole_ones, strict=True):
             if plain is not None:
-                self.collectives.trained[plain.data_ptr()] = (seen.number, name)
+                self.collectives.trained[plain.data_ptr()] = (known.number, name)
         if self.recorder.step == 1:
             tell_values(self.recorder)
         gradients = [_whole_gradient(p) for p in parameters]
         summed = self._summed(gradients)
-        self.recorder.tell(
-            "step",
-            position=self.samples.position(),
-            optimizer=seen.number,
-            number=seen.steps,
+        step = Step(
+            optimizer=known.number,
+            number=known.steps,
             where=stack(),
-            gradients=[None if g is None else [hash_of(g), sample(g)] for g in gradients],
+            made=known.made,
+            class_name=type(optimizer).__name__,
+            joined=dist.is_initialized(),
+            position=self.samples.position(),
             parameters=[None if p is None else hash_of(p) for p in whole_ones],
-            without=self._without_gradient(parameters, seen),
-            causes=[wrapped.described() for wrapped in self.modules.wrapped.values()],
-            state=_state_of(optimizer, seen),
+            gradients=[None if g is None else Gradient(hash_of(g), sample(g)) for g in gradients],
+            without=self._without_gradient(known),
+            outside=self.loop.outside(optimizer),
+            state=_state_of(optimizer, known),
+            loaded=self._loaded,
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
-            others=self._others(parameters) if seen.steps == 1 else {},
+            schedules=self._describe_schedules(),
+            wrappers=[wrapped.described() for wrapped in self.modules.wrapped.values()],
+            others=self._others() if known.steps == 1 else {},
             buffers=self._hash_buffers() if self._buffers is None else self._buffers,
+            evaluated=self.loop.evaluated(),
             calls=self.modules.calls,
+            modes=self.loop.modes(optimizer),
+            switched=self.modules.switched,
             losses=self.losses.of_this_step(),
             backward=self.losses.places,
-            divides=self.losses.divides or divides_by_ranks(4) or bool(summed and summed["divides"]),
+            divides=self.losses.divides or divides_by_ranks(4) or bool(summed and summed.divides),
             summed=summed,
-            class_name=type(optimizer).__name__,
-            made=seen.made,
-            joined=dist.is_initialized(),
-            switched=self.modules.switched,
-            schedules=self._describe_schedules(),
-            **self.loop.take(optimizer),
+            events=known.events,
+            scale=self.loop.scale,
+            mistakes=self.loop.mistakes(optimizer),
             random=self.windows.close(),
-            loaded=self._loaded,
         )
+        tell(self.recorder, step)
+        known.events = []
 
-    def _describe_schedules(self) -> list[dict[str, Any]]:
+    def _describe_schedules(self) -> list[Schedule]:
         """Tell how often the schedules that are no part of others have stepped, and how long they are."""
-        parts = [id(part) for schedule, _ in self._schedules for part in getattr(schedule, "_schedulers", [])]
-        whole_ones = [(schedule, made) for schedule, made in self._schedules if id(schedule) not in parts]
-        return [{"made": m, "steps": s.last_epoch} | _lengths_of(s) for s, m in whole_ones]
+        parts = [id(part) for schedule, _ in self._schedules for part in _parts_of(schedule)]
+        described = []
+        for schedule, made in self._schedules:
+            if id(schedule) not in parts:
+                length = getattr(schedule, "T_max", None)
+                described.append(Schedule(made, schedule.last_epoch, length, _total(schedule)))
+        return described
 
-    def _without_gradient(self, parameters: list[Tensor], seen: _Seen) -> dict[str, Stack]:
+    def _without_gradient(self, known: Known) -> dict[str, Stack]:
         """Name the parameters without a gradient, and where a collective got what they compute, if one did."""
-        named = zip(seen.names, parameters, strict=True)
-        return {name: self.collectives.cut.get(id(p), []) for name, p in named if p.requires_grad and p.grad is None}
+        named = zip(known.names, known.parameters, strict=True)
+        without = {name: id(p) for name, p in named if p.requires_grad and p.grad is None}
+        return {name: self.collectives.cut.get(identity, []) for name, identity in without.items()}
 
-    def _summed(self, gradients: list[Tensor | None]) -> dict[str, Any] | None:
+    def _summed(self, gradients: list[Tensor | None]) -> Sum | None:
         """Compare the gradients with the sums that were reduced before this step, if these are of as many numbers."""
-        sums = self.collectives.take_sums()
+        sums = self.collectives.sums
+        self.collectives.sums = []
         present = [g for g in gradients if g is not None]
-        if not sums or sum(entry["numel"] for entry in sums) != sum(g.numel() for g in present):
+        if not sums or sum(each.numel for each in sums) != sum(g.numel() for g in present):
             return None
         square = sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in present)
-        ratio = (sum(entry["square"] for entry in sums) / square) ** 0.5 if square else 0.0
-        return sums[0] | {"ratio": ratio}
+        ratio = (sum(each.square for each in sums) / square) ** 0.5 if square else 0.0
+        return sums[0]._replace(ratio=ratio)
 
-    def _introduce(self, seen: _Seen) -> None:
+    def _introduce(self, known: Known) -> None:
         """Tell the names of an optimiser's parameters, and where they come from."""
-        seen.names = _names_of(seen.parameters)
+        known.names = _names_of(known.parameters)
         described = []
-        for parameter, name in zip(seen.parameters, seen.names, strict=True):
-            wrapped, is_managed = self.modules.wrapper_of(parameter)
-            told: dict[str, Any] = {"name": name, "shape": list(parameter.shape), "made": self.modules.made(parameter)}
-            told |= {"ddp": wrapped.made if wrapped else None, "managed": is_managed}
-            described.append(told | {"whole": whole(parameter) is not None})
-        self.recorder.tell("optimizer", optimizer=seen.number, made=seen.made, parameters=described)
+        for name, p in zip(known.names, known.parameters, strict=True):
+            wrapped, is_managed = self.modules.wrapper_of(p)
+            ddp = wrapped.made if wrapped else None
+            is_whole = whole(p) is not None
+            described.append(Parameter(name, list(p.shape), self.modules.made(p), ddp, is_managed, is_whole))
+        tell(self.recorder, Optimized(known.number, known.made, described))
 
-    def _others(self, parameters: list[Tensor]) -> dict[str, list[Any]]:
+    def _others(self) -> dict[str, Fixed]:
         """Hash the parameters of networks that are used and not trained."""
-        trained = set(map(id, parameters))
-        for optimizer in list(self._made):
-            trained |= set(map(id, parameters_of(optimizer)))
+        trained = self.loop.parameters()
         found = {}
         for name, root in roots():
             tensors = [*root.parameters(), *root.buffers()]
             others = [t for t in tensors if whole(t) is not None]
             is_trained = any(id(t) in trained for t in tensors)
             if others and not is_trained and self.modules.is_used(root):
-                found[name] = [[hash_of(t) for t in others], self.modules.made(others[0])]
+                found[name] = Fixed([hash_of(t) for t in others], self.modules.made(others[0]))
         return found
 
     def _note_buffers(self) -> None:
@@ -320,34 +317,39 @@ class Steps:
         if self._buffers is None:
             self._buffers = self._hash_buffers()
 
-    def _hash_buffers(self) -> dict[str, dict[str, Any]]:
+    def _hash_buffers(self) -> dict[str, Buffers]:
         """Hash the running statistics of networks, and tell if DDP sends them out."""
-        found: dict[str, dict[str, Any]] = {}
-        trained = {id(p) for optimizer in list(self._made) for p in parameters_of(optimizer)}
-        for name, root in roots() if self.recorder.step <= self.ending.steps + 1 else ():
-            used = self.modules.used_buffers(root)
-            buffers = {n: b for n, b in used if b.is_floating_point() and whole(b) is not None}
-            for buffer_name, buffer in buffers.items():
-                self.collectives.trained[buffer.data_ptr()] = (-1, f"{name}.{buffer_name}")
-            if buffers:
-                around = [w for w in self.modules.wrapped.values() if any(m is w.inner for m in root.modules())]
-                sent = bool(around and around[0].module.broadcast_buffers)
-                made = around[0].made if around else []
-                found[name] = {"hashes": {n: hash_of(b) for n, b in buffers.items()}, "sent": sent, "ddp": made}
-                found[name]["trained"] = any(id(p) in trained for p in root.parameters())
+        found: dict[str, Buffers] = {}
+        if self.recorder.step > self.ending.steps + 1:
+            return found
+        trained = self.loop.parameters()
+        for name, root in roots():
+            hashes = {}
+            for buffer_name, buffer in self.modules.used_buffers(root):
+                if buffer.is_floating_point() and whole(buffer) is not None:
+                    hashes[buffer_name] = hash_of(buffer)
+                    self.collectives.trained[buffer.data_ptr()] = (-1, f"{name}.{buffer_name}")
+            if hashes:
+                wrapped = self.modules.wrapper_inside(root)
+                sent = bool(wrapped and wrapped.module.broadcast_buffers)
+                is_trained = any(id(p) in trained for p in root.parameters())
+                found[name] = Buffers(hashes, sent, wrapped.made if wrapped else [], is_trained)
         return found
 
 
-def _lengths_of(schedule: Any) -> dict[str, int | None]:
-    """Tell the length of a cosine, and the steps that a schedule is made for, also by what its functions know."""
+def _parts_of(schedule: Any) -> list[Any]:
+    return list(getattr(schedule, "_schedulers", []))
+
+
+def _total(schedule: Any) -> int:
+    """Return the steps that a schedule is made for, also by what its functions know."""
     known = [getattr(schedule, name, 0) for name in ("T_max", "total_iters", "total_steps")]
     for function in getattr(schedule, "lr_lambdas", []):
         known += getattr(function, "keywords", {}).values()
         if isinstance(function, FunctionType):
             known += [value for names in getclosurevars(function)[:2] for value in names.values()]
-    parts = [_lengths_of(part)["total"] or 0 for part in getattr(schedule, "_schedulers", [])]
-    total = max(0, sum(parts), *(n for n in known if isinstance(n, int)))
-    return {"length": getattr(schedule, "T_max", None), "total": total}
+    parts = sum(map(_total, _parts_of(schedule)))
+    return max(0, parts, *(number for number in known if isinstance(number, int)))
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:
@@ -362,12 +364,12 @@ def _whole_gradient(parameter: Tensor) -> Tensor | None:
     return whole(gradient)
 
 
-def _state_of(optimizer: Optimizer, seen: _Seen) -> dict[str, int]:
+def _state_of(optimizer: Optimizer, known: Known) -> dict[str, int]:
     """Hash the state of an optimiser, by parameter and name."""
     found: dict[str, int] = {}
-    if seen.steps > _FIRST_STEPS:
+    if known.steps > _FIRST_STEPS:
         return found
-    for name, parameter in zip(seen.names, seen.parameters, strict=True):
+    for name, parameter in zip(known.names, known.parameters, strict=True):
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and (plain := whole(value)) is not None:
                 found[f"{name}: {key}"] = hash_of(plain)
