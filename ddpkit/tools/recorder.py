@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
 import threading
@@ -81,17 +82,30 @@ _failed: set[str] = set()
 _recorders: list[Recorder] = []  # of this process
 
 
+def current() -> Recorder:
+    """Return the recorder of this process."""
+    return _recorders[0]
+
+
 def guarded(look: Function) -> Function:
-    """Let an observer return None where it would fail the script; its error becomes a record, once."""
+    """Let an observer take those arguments that it names, or all if it takes `*args`.
+
+    Where it would fail the script, it returns None, and its error becomes a record, once.
+    """
+    parameters = inspect.signature(look).parameters
+    takes_all = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values())
 
     @functools.wraps(look)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            return look(*args, **kwargs)
+            if takes_all:
+                return look(*args, **kwargs)
+            named = {name: kwargs[name] for name in parameters if name in kwargs}
+            return look(*args[: len(parameters)], **named)
         except Exception:
             if look.__qualname__ not in _failed:
                 _failed.add(look.__qualname__)
-                _recorders[0].tell("failure", name=look.__qualname__, error=traceback.format_exc()[-2000:])
+                current().tell("failure", name=look.__qualname__, error=traceback.format_exc()[-2000:])
             return None
 
     return call

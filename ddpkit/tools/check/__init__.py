@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ... import LaunchError, detect_launch
 from ..cli import columns, count, paint, show, wrap
 from ..ranks import Ranks, Script, add_script, describe, exit_when_terminated, run_script, use_gloo_without_gpus
-from ..recorder import Recorder, before
+from ..recorder import Recorder, before, current
 from . import collectives, gradients, random_numbers, samples, training_loop
 from .collectives import Collectives
 from .facts import Facts, Finding, Outcome, Watch
@@ -216,32 +216,32 @@ def be_rank(script: Script, steps: int, recorder: Recorder, control: int) -> int
         recorder: Tells what is observed.
         control: The descriptor that becomes readable when the process shall end.
     """
-    ending = Ending(recorder, steps, control)
-    observe(recorder, ending)
+    ending = Ending(steps, control)
+    observe(ending)
     code, failure = run_script(script)
-    tell(recorder, End(code, describe(failure), raised_at(failure)))
+    tell(End(code, describe(failure), raised_at(failure)))
     sys.stdout.flush()
     sys.stderr.flush()
     ending.wait("end")
     return 0
 
 
-def observe(recorder: Recorder, ending: Ending) -> None:
+def observe(ending: Ending) -> None:
     """Install all observers."""
-    modules = Modules(recorder)
-    windows = Windows(recorder)
-    samples = Samples(recorder, ending, windows, modules)
+    modules = Modules()
+    windows = Windows()
+    samples = Samples(ending, windows, modules)
     losses = Losses(modules, samples, ending)
-    collectives = Collectives(recorder, modules, ending)
-    loop = TrainingLoop(recorder, modules)
-    steps = Steps(recorder, ending, modules, losses, windows, collectives, samples, loop)
+    collectives = Collectives(modules, ending)
+    loop = TrainingLoop(modules)
+    steps = Steps(ending, modules, losses, windows, collectives, samples, loop)
     for observer in (modules, loop, losses, windows, samples, steps, collectives):
         observer.install()
 
-    def join(*args: Any, **kwargs: Any) -> None:
-        if not recorder.is_main:  # a process that the script has forked to be a rank
-            tell(recorder, End(reason="forks"))
+    def join() -> None:
+        if not current().is_main:  # a process that the script has forked to be a rank
+            tell(End(reason="forks"))
 
     before(dist, "init_process_group", join)
     use_gloo_without_gpus()
-    before(torch.multiprocessing, "spawn", lambda *args, **kwargs: ending.wait("spawns"))
+    before(torch.multiprocessing, "spawn", lambda: ending.wait("spawns"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch.distributed.algorithms.join import Join
 from ...collectives import ops
 from ...collectives.tree import leaves_of
 from ...job.job import Peers, group_of
-from ..recorder import Function, Recorder, before, guarded, replace, small_hashes
+from ..recorder import Function, before, current, guarded, replace, small_hashes
 from . import observed
 from .facts import Facts, Finding, Parting, agree, all_equal, by_fields, first_of, joined, listed, say_ranks
 from .loaders import Ending
@@ -48,6 +49,7 @@ _MANY = 4096  # sums that are kept for a step
 _SMALL = 8  # elements of a tensor that are told
 
 
+@dataclass
 class Collectives:
     """Observes `torch.distributed` from the moment of `install`.
 
@@ -57,19 +59,17 @@ class Collectives:
         sums: Sums of tensors since the last step; they may be of gradients.
     """
 
-    def __init__(self, recorder: Recorder, modules: Modules, ending: Ending) -> None:
-        self._recorder = recorder
-        self._modules = modules
-        self._ending = ending
-        self._depth = 0
-        self._sent_at = -1  # step for which that was told last
-        self.trained: dict[int, tuple[int, str]] = {}
-        self.cut: dict[int, Stack] = {}
-        self.sums: list[observed.Sum] = []
+    modules: Modules
+    ending: Ending
+    trained: dict[int, tuple[int, str]] = field(default_factory=dict)
+    cut: dict[int, Stack] = field(default_factory=dict)
+    sums: list[observed.Sum] = field(default_factory=list)
+    _depth: int = 0
+    _sent_at: int = -1  # step for which that was told last
 
     def install(self) -> None:
         """Begin."""
-        before(Join, "__enter__", lambda *args: tell(self._recorder, observed.Join()))
+        before(Join, "__enter__", lambda: tell(observed.Join()))
         before(ops, "reduce_tree", self._note_mean)
         before(torch, "save", self._note_save)
         for name in _POINT_TO_POINT:
@@ -82,21 +82,21 @@ class Collectives:
 
     def _note_mean(self, value: Any, op: str, weight: Any, check: bool, peers: Peers | None) -> None:
         """Tell a mean of ddpkit without weight, which sends no tensor that shows it."""
-        if op == "mean" and weight is None and self._recorder.is_main:
+        if op == "mean" and weight is None and current().is_main:
             leaves = [torch.as_tensor(leaf) for leaf in leaves_of(value).values()]
             values = [float(leaf) for leaf in leaves if leaf.numel() == 1][:_SMALL]
             self._tell(Collective("all_reduce", _name_of(group_of(peers)), stack()[:4], "AVG", values=values))
 
-    def _note_sent(self, *args: Any, **kwargs: Any) -> None:
+    def _note_sent(self) -> None:
         """Tell once a step that a tensor goes from one rank to another."""
-        if self._recorder.is_main and self._recorder.step > self._sent_at and not self._depth:
-            self._sent_at = self._recorder.step
-            tell(self._recorder, observed.Sent(self._sent_at))
+        if current().is_main and current().step > self._sent_at and not self._depth:
+            self._sent_at = current().step
+            tell(observed.Sent(self._sent_at))
 
-    def _note_save(self, obj: Any, f: Any = None, *args: Any, **kwargs: Any) -> None:
+    def _note_save(self, obj: Any, f: Any) -> None:
         path = getattr(f, "name", f)
         if isinstance(path, str | os.PathLike):
-            tell(self._recorder, File(os.path.realpath(path), stack(), list(small_hashes(obj))))
+            tell(File(os.path.realpath(path), stack(), list(small_hashes(obj))))
 
     def _observed(self, original: Function) -> Function:
         name = original.__name__
@@ -104,7 +104,7 @@ class Collectives:
         keep_sum = guarded(self._keep_sum)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._depth or not self._recorder.is_main:
+            if self._depth or not current().is_main:
                 return original(*args, **kwargs)
             self._depth += 1
             try:
@@ -129,7 +129,7 @@ class Collectives:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         group = kwargs.get("group") or next((a for a in args if isinstance(a, dist.ProcessGroup)), None)
         seen = Collective(name, _name_of(group), stack()[:4])
-        if torch.is_grad_enabled() and self._recorder.step < _FIRST_STEPS:
+        if torch.is_grad_enabled() and current().step < _FIRST_STEPS:
             self.cut |= {id(p): seen.where for p in _parameters_behind(tensors)}
         if "reduce" in name:
             seen = seen._replace(reduction=_reduction(args, kwargs))
@@ -142,9 +142,9 @@ class Collectives:
         self._tell(seen)
 
     def _tell(self, seen: Collective) -> None:
-        samples = self._modules.samples
-        seen = seen._replace(samples=samples, divides=divides_by_ranks(), averages=self._ending.accumulates)
-        tell(self._recorder, seen)
+        samples = self.modules.samples
+        seen = seen._replace(samples=samples, divides=divides_by_ranks(), averages=self.ending.accumulates)
+        tell(seen)
 
 
 def _parameters_behind(tensors: list[Tensor]) -> Iterator[Tensor]:
@@ -175,12 +175,12 @@ def _name_of(group: Any) -> str:
     return str(getattr(group, "group_name", id(group)))
 
 
-def tell_values(recorder: Recorder) -> None:
+def tell_values() -> None:
     """Tell hashes of the small tensors that variables hold now."""
     for name, value in list(variables()):
         if isinstance(value, Tensor | np.ndarray) and not isinstance(value, nn.Parameter):
             for hashed in small_hashes(value):
-                tell(recorder, Value(name, hashed))
+                tell(Value(name, hashed))
 
 
 # Find different numbers of batches or rounds.

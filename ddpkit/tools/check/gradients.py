@@ -79,34 +79,22 @@ class _Optimizer(NamedTuple):
 def _optimizers(facts: Facts) -> Iterator[_Optimizer]:
     """Put together what the ranks have told of each optimizer."""
     for told in facts.rows(Optimized, "optimizer"):
-        number, made, described = told[0].optimizer, told[0].made, told[0].parameters
-        positions = _common_positions(told)
-        steps = [row for row in facts.steps if row[0].optimizer == number]
-        rows = [_compare(row, positions) for row in steps]
-        yield _Optimizer({each.name: each for each in described}, made, rows, _reduced(facts, number))
+        first = told[0]
+        alike = [name for name in first.parameters if _has_one_shape(told, name)]
+        rows = [_compare(steps, alike) for steps in facts.steps if steps[0].optimizer == first.optimizer]
+        yield _Optimizer(first.parameters, first.made, rows, _reduced(facts, first.optimizer))
 
 
-def _common_positions(told: list[Optimized]) -> dict[str, list[int]]:
-    """Find the parameters that all ranks hold whole: where each rank has them in its list."""
-    tables = []
-    for optimizer in told:
-        numbered = enumerate(optimizer.parameters)
-        tables.append({(each.name, *each.shape): position for position, each in numbered if each.whole})
-    common = [key for key in tables[0] if all(key in table for table in tables)]
-    return {str(key[0]): [table[key] for table in tables] for key in common}
+def _has_one_shape(told: list[Optimized], name: str) -> bool:
+    """Return whether all ranks hold a parameter whole, in the same shape."""
+    shapes = [each.parameters[name].shape for each in told if name in each.parameters]
+    return len(shapes) == len(told) and None not in shapes and all_equal(shapes)
 
 
-def _compare(steps: list[Step], positions: dict[str, list[int]]) -> _Row:
-    different = []
-    gradients = {}
-    for name, numbers in positions.items():
-        own = list(zip(steps, numbers, strict=True))
-        if not all_equal([step.parameters[number] for step, number in own]):
-            different.append(name)
-        difference = _difference([step.gradients[number] for step, number in own])
-        if difference > _ROUNDING:
-            gradients[name] = difference
-    return _Row(steps, different, gradients)
+def _compare(steps: list[Step], names: list[str]) -> _Row:
+    different = [name for name in names if not all_equal([step.parameters.get(name) for step in steps])]
+    gradients = {name: _difference([step.gradients.get(name) for step in steps]) for name in names}
+    return _Row(steps, different, {name: found for name, found in gradients.items() if found > _ROUNDING})
 
 
 def _difference(gradients: Sequence[Gradient | None]) -> float:

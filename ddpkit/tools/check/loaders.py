@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
@@ -17,7 +18,7 @@ from torch.utils.data._utils import fetch
 from ...collectives.digest import digest
 from ...data.loader import Loader, UnequalShares, remedy_for
 from ...data.streams import Stream
-from ..recorder import Function, Recorder, after, before, content, guarded, replace
+from ..recorder import Function, after, before, content, current, guarded, replace
 from .modules import Modules
 from .observed import Batch, End, Epoch, EpochEnd, EpochSet, Fetch, Position, Trains, tell
 from .random_numbers import GENERATORS, Tracer, Windows
@@ -31,33 +32,28 @@ _UNORDERED = 20_000  # elements of a field that are hashed one by one
 _FETCHES = 3  # of each process whose random numbers are looked at
 
 
+@dataclass
 class Ending:
     """Ends the script after some steps; loaders are cut short, so that what follows an epoch is seen.
 
-    Args:
-        recorder: Tells that this rank is done, and counts its steps.
+    Attributes:
         steps: Optimiser steps of an epoch; epochs of a loader end after as many.
         control: A descriptor that becomes readable when the process shall end.
-
-    Attributes:
-        steps: Optimiser steps of an epoch.
         has_loader: Whether the script trains from a loader, which can be cut short.
         accumulates: Whether there was a backward pass since the last step.
     """
 
-    def __init__(self, recorder: Recorder, steps: int, control: int) -> None:
-        self._recorder = recorder
-        self.steps = steps
-        self._control = control
-        self._begun_at = 0
-        self._epochs = 0
-        self._is_uncut = False  # whether an epoch goes on that was to be cut
-        self.has_loader = False
-        self.accumulates = False
+    steps: int
+    control: int
+    has_loader: bool = False
+    accumulates: bool = False
+    _begun_at: int = 0
+    _epochs: int = 0
+    _is_uncut: bool = False  # whether an epoch goes on that was to be cut
 
     def begin_epoch(self) -> None:
         """Note that a loader from which the script trains begins anew."""
-        self._begun_at = self._recorder.step
+        self._begun_at = current().step
         self._is_uncut = False
         self._epochs += 1
 
@@ -70,7 +66,7 @@ class Ending:
             batches: What the loader has yielded in this epoch.
             planned: What it yields in all, 0 if that is not known.
         """
-        made = self._recorder.step - self._begun_at
+        made = current().step - self._begun_at
         if self.accumulates or made < self.steps:
             return False
         may_leave_some = batches < planned <= 2 * batches and planned % (batches // made or 1)
@@ -90,24 +86,36 @@ class Ending:
 
     def wait(self, reason: str) -> None:
         """Say why this process is done, and wait for the end."""
-        tell(self._recorder, End(reason=reason))
-        os.read(self._control, 1)
+        tell(End(reason=reason))
+        os.read(self.control, 1)
         os._exit(0)
 
 
+@dataclass
 class _Loader:
-    """What is known of one loader: its key, which names the line that made it, and its present epoch."""
+    """What is known of one loader.
 
-    def __init__(self, key: str, made: Stack) -> None:
-        self.key = key
-        self.made = made
-        self.epoch = -1
-        self.batches = 0
-        self.planned = 0  # batches of an epoch, if they can be counted
-        self.shares: UnequalShares | None = None  # of the epoch, if it is ddpkit's
-        self.trains = False
-        self.fetched = False  # a batch since the last step
-        self.calls_before = (0, 0)  # of networks, with and without gradients, when it was
+    Attributes:
+        key: It names the line that made the loader.
+        made: Where it was made.
+        epoch: The number of its present epoch.
+        batches: How many it has yielded in that.
+        planned: How many that has, if they can be counted.
+        shares: Those of the epoch that are unequal, if the loader is ddpkit's.
+        trains: Whether it feeds the training.
+        fetched: Whether it has yielded a batch since the last step.
+        calls_before: The calls of networks, with and without gradients, when it did.
+    """
+
+    key: str
+    made: Stack
+    epoch: int = -1
+    batches: int = 0
+    planned: int = 0
+    shares: UnequalShares | None = None
+    trains: bool = False
+    fetched: bool = False
+    calls_before: tuple[int, int] = (0, 0)
 
     @property
     def line(self) -> str:
@@ -115,21 +123,23 @@ class _Loader:
         return self.key.rpartition("#")[0]
 
 
+_OfLoaders = WeakKeyDictionary[Any, _Loader]
+
+
+@dataclass
 class Samples:
     """Observes loaders from the moment of `install`."""
 
-    def __init__(self, recorder: Recorder, ending: Ending, windows: Windows, modules: Modules) -> None:
-        self._recorder = recorder
-        self._ending = ending
-        self._windows = windows
-        self._modules = modules
-        self._made: WeakKeyDictionary[Any, Stack] = WeakKeyDictionary()
-        self._loaders: WeakKeyDictionary[Any, _Loader] = WeakKeyDictionary()
-        self._all: list[_Loader] = []  # nobody keeps a loader that is made in the head of a loop
-        self._iterators: WeakKeyDictionary[Any, _Loader] = WeakKeyDictionary()
-        self._watched: set[type] = set()  # classes of samplers
-        self._fetches = 0
-        self._begun = ("", 0)  # the loader and the number of the epoch that has begun last
+    ending: Ending
+    windows: Windows
+    modules: Modules
+    _made: WeakKeyDictionary[Any, Stack] = field(default_factory=WeakKeyDictionary)
+    _loaders: _OfLoaders = field(default_factory=WeakKeyDictionary)
+    _iterators: _OfLoaders = field(default_factory=WeakKeyDictionary)
+    _all: list[_Loader] = field(default_factory=list)  # nobody keeps a loader that is made in the head of a loop
+    _watched: set[type] = field(default_factory=set)  # classes of samplers
+    _fetches: int = 0
+    _begun: tuple[str, int] = ("", 0)  # the loader and the number of the epoch that has begun last
 
     def install(self) -> None:
         """Begin."""
@@ -146,10 +156,10 @@ class Samples:
         for loader in self._all:
             if loader.fetched and not loader.trains:
                 if any(other.trains and other.line == loader.line for other in self._all):
-                    self._ending.begin_epoch()  # of a loader that is made anew for each
+                    self.ending.begin_epoch()  # of a loader that is made anew for each
                 loader.trains = True
-                self._ending.has_loader = True
-                tell(self._recorder, Trains(loader.key))
+                self.ending.has_loader = True
+                tell(Trains(loader.key))
 
     def position(self) -> list[Position]:
         """Tell which batch of which epoch each loader that trains has yielded last."""
@@ -160,7 +170,7 @@ class Samples:
         for loader in self._all:
             loader.fetched = False
 
-    def _note_made(self, made: Any, *args: Any, **kwargs: Any) -> None:
+    def _note_made(self, made: Any) -> None:
         self._made[made] = stack()
 
     def _known(self, loader: Any) -> _Loader:
@@ -177,7 +187,7 @@ class Samples:
         """Note that a loader begins anew, and let it tell which samples it will yield."""
         if first_iter:  # `__init__` resets the iterator, too
             return
-        self._windows.pause()
+        self.windows.pause()
         known = self._known(loader)
         known.epoch += 1
         known.batches = 0
@@ -186,12 +196,12 @@ class Samples:
         self._iterators[iterator] = known
         finalize(iterator, self._leave, known)
         if known.trains:
-            self._ending.begin_epoch()
+            self.ending.begin_epoch()
         described = self._describe(loader, known)
         if isinstance(loader.dataset, IterableDataset):
-            tell(self._recorder, described)
+            tell(described)
             return
-        planned = _Planned(iterator._index_sampler, described, loader.dataset, self._recorder, known)
+        planned = _Planned(iterator._index_sampler, described, loader.dataset, known)
         iterator._index_sampler = planned
         iterator._sampler_iter = iter(planned)
 
@@ -204,7 +214,7 @@ class Samples:
 
     def _calls(self) -> tuple[int, int]:
         """Count the calls of networks since the last step: those with gradients, and the samples of the others."""
-        return len(self._modules.calls), self._modules.samples
+        return len(self.modules.calls), self.modules.samples
 
     def _describe(self, loader: Any, known: _Loader) -> Epoch:
         sampler = _sampler_of(loader)
@@ -232,32 +242,32 @@ class Samples:
     def _watch_epochs(self, kind: Any) -> None:
         """Note from which line, and to which number, the epoch of samplers of a class is set."""
 
-        def look(sampler: Any, epoch: Any, *args: Any) -> None:
-            tell(self._recorder, EpochSet(kind.__name__, repr(epoch), stack()))
+        def look(sampler: Any, epoch: Any) -> None:
+            tell(EpochSet(kind.__name__, repr(epoch), stack()))
 
         if kind not in self._watched and hasattr(kind, "set_epoch"):
             self._watched.add(kind)
             before(kind, "set_epoch", look)
 
     def _next(self, original: Function) -> Function:
-        pause, note = guarded(self._windows.pause), guarded(self._note_batch)
-        open_window = guarded(self._windows.open)
+        pause, note = guarded(self.windows.pause), guarded(self._note_batch)
+        open_window = guarded(self.windows.open)
 
         def call(iterator: Any) -> Any:
             known = self._iterators.get(iterator)
             if known is None:
                 return original(iterator)
             pause()
-            was_cut = known.trains and self._ending.cut_epoch(known.batches, known.planned)
+            was_cut = known.trains and self.ending.cut_epoch(known.batches, known.planned)
             try:
                 if was_cut:
                     raise _Cut
                 batch = original(iterator)
             except StopIteration:
                 known.fetched = False
-                self._modules.feeding = ""
+                self.modules.feeding = ""
                 shares = f"{known.shares}" if known.shares and remedy_for(known.shares) else ""
-                tell(self._recorder, EpochEnd(known.key, known.epoch, known.batches, was_cut, shares))
+                tell(EpochEnd(known.key, known.epoch, known.batches, was_cut, shares))
                 raise
             note(known, batch)
             open_window()
@@ -269,10 +279,10 @@ class Samples:
         if not known.fetched:
             known.fetched = True
             known.calls_before = self._calls()
-        self._modules.feeding = known.key
+        self.modules.feeding = known.key
         known.batches += 1
         if known.batches <= _BATCHES:
-            tell(self._recorder, Batch(known.key, known.epoch, content(batch)))
+            tell(Batch(known.key, known.epoch, content(batch)))
 
     def _fetch(self, original: Function) -> Function:
         note = guarded(self._note_fetch)
@@ -297,7 +307,7 @@ class Samples:
         info = get_worker_info()
         worker = None if info is None else info.id
         drawn = tracer.found
-        tell(self._recorder, Fetch(worker, self._fetches, content(batch), *self._begun, drawn, self._recorder.step))
+        tell(Fetch(worker, self._fetches, content(batch), *self._begun, drawn, current().step))
 
 
 def _own_lines(loader: Any, sampler: Any) -> Stack:
@@ -323,22 +333,21 @@ class _Cut(StopIteration):
     """Ends an epoch early; ddpkit's loaders let it pass."""
 
 
+@dataclass
 class _Planned:
     """Stands for an index sampler: reads all of it when the first batch is asked for, and tells it."""
 
-    def __init__(self, sampler: Any, described: Epoch, dataset: Any, recorder: Recorder, known: _Loader) -> None:
-        self._sampler = sampler
-        self._known = known
-        self._described = described
-        self._dataset = dataset
-        self._recorder = recorder
+    sampler: Any
+    described: Epoch
+    dataset: Any
+    known: _Loader
 
     def __len__(self) -> int:
-        number: int = len(self._sampler)
+        number: int = len(self.sampler)
         return number
 
     def __iter__(self) -> Iterator[Any]:
-        return self._read(iter(self._sampler))  # now: a loader of ddpkit's gives its batches to one loop
+        return self._read(iter(self.sampler))  # now: a loader of ddpkit's gives its batches to one loop
 
     def _read(self, batches: Iterator[Any]) -> Iterator[Any]:
         ahead = []
@@ -346,7 +355,7 @@ class _Planned:
         for batch in batches:
             ahead.append(batch)
             samples += len(_as_list(batch))
-            if samples >= min(_MANY, 8 * len(self._dataset) + 1024):  # it may never end
+            if samples >= min(_MANY, 8 * len(self.dataset) + 1024):  # it may never end
                 break
         else:
             guarded(self._tell)(ahead)
@@ -354,24 +363,24 @@ class _Planned:
         yield from batches
 
     def _tell(self, ahead: list[Any]) -> None:
-        if self._described.sampler != "MicroBatchSampler":  # of which ranks have different numbers
-            self._known.planned = len(ahead)
+        if self.described.sampler != "MicroBatchSampler":  # of which ranks have different numbers
+            self.known.planned = len(ahead)
         indices = [index for batch in ahead for index in _as_list(batch)]
-        base, mapping = _base_of(self._dataset)
+        base, mapping = _base_of(self.dataset)
         plan: list[int] | None = None
         if all(isinstance(i, int | np.integer) for i in indices):
             plan = [int(i) if mapping is None else mapping[i] for i in indices]
         ordered, unordered = _digest_of(base)
-        planned = self._described._replace(
+        planned = self.described._replace(
             batches=len(ahead),
             plan=plan,
-            total=len(self._dataset),
+            total=len(self.dataset),
             base=id(base),
             expected=None if mapping is None else sorted(set(mapping)),
             dataset=ordered,
             contents=unordered,
         )
-        tell(self._recorder, planned)
+        tell(planned)
 
 
 def _as_list(batch: Any) -> list[Any] | tuple[Any, ...]:

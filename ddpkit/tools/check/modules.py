@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 
-from ..recorder import Function, Recorder, after, before, content, guarded, size_of
+from ..recorder import Function, after, before, content, guarded, size_of
 from .observed import Averaging, Call, Collective, Loaded, Mode, tell
 from .source import Stack, is_own_object, own_frames, place_of, stack
 
@@ -81,8 +81,7 @@ class Modules:
         on_call: Called before a network is called with gradients.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self) -> None:
         self.wrapped: dict[int, Wrapped] = {}
         self.calls: list[Call] = []
         self.samples = 0
@@ -106,7 +105,7 @@ class Modules:
         hooks.register_module_forward_pre_hook(guarded(self._entered))
         hooks.register_module_forward_hook(guarded(self._left), always_call=True)
         before(nn.Module, "train", self._switch)
-        before(nn.Module, "load_state_dict", lambda *args, **kwargs: tell(self._recorder, Loaded(stack())))
+        before(nn.Module, "load_state_dict", lambda: tell(Loaded(stack())))
         after(nn.Parameter, "__deepcopy__", self._copied)
         after(Tensor, "__deepcopy__", self._copied)
         after(DistributedDataParallel, "__init__", self._made)
@@ -168,20 +167,20 @@ class Modules:
             self._tell_of_ddp("backward")
 
     def _tell_of_ddp(self, what: str) -> None:
-        tell(self._recorder, Collective(f"{what} of DDP", "0", stack()[:4]))
+        tell(Collective(f"{what} of DDP", "0", stack()[:4]))
 
     def _registered(self, module: Any, name: str, parameter: Any) -> None:
         if isinstance(parameter, Tensor):
             self._parameters[id(parameter)] = (weakref.ref(parameter), _made_at())
 
-    def _copied(self, original: Tensor, memo: Any) -> None:
+    def _copied(self, original: Tensor, memo: dict[int, Any]) -> None:
         if id(original) in self._parameters:
             self._registered(None, "", memo.get(id(original)))
 
-    def _made(self, made: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+    def _made(self, made: DistributedDataParallel) -> None:
         self.wrapped[id(made)] = Wrapped(made)
 
-    def _set(self, module: DistributedDataParallel, name: str, value: Any) -> None:
+    def _set(self, module: DistributedDataParallel, name: str) -> None:
         if name == "require_backward_grad_sync" and (wrapped := self.wrapped.get(id(module))):
             wrapped.unsynced = stack() or wrapped.unsynced
 
@@ -212,7 +211,7 @@ class Modules:
         if torch.is_grad_enabled():
             wrapped.pending = wrapped.pending or bool(wrapped.module.require_backward_grad_sync)
 
-    def _left(self, module: nn.Module, args: Any, result: Any) -> None:
+    def _left(self, module: nn.Module) -> None:
         self._depth -= 1
         if id(module) in self.wrapped:
             self._in_ddp -= 1
@@ -236,7 +235,7 @@ class Modules:
         where = stack()[:3]
         if mode and self.feeding and (self.feeding, mode, *where) not in self._noted:
             self._noted.add((self.feeding, mode, *where))
-            tell(self._recorder, Mode(self.feeding, mode, where))
+            tell(Mode(self.feeding, mode, where))
         if not torch.is_grad_enabled():
             self.samples += size_of(args)
             self.evaluated[module] = self.feeding, where

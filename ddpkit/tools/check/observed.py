@@ -7,13 +7,13 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, get_args, get_type_hints
 
-from ..recorder import Record, Recorder
+from ..recorder import Record, current
 from .source import Place, Stack
 
 
-def tell(recorder: Recorder, seen: Any) -> None:
+def tell(seen: Any) -> None:
     """Send what was seen, an instance of one of the classes below."""
-    recorder.tell(_name_of(type(seen)), **seen._asdict())
+    current().tell(_name_of(type(seen)), **seen._asdict())
 
 
 def read(record: Record) -> Any:
@@ -312,28 +312,24 @@ class Parameter(NamedTuple):
     """A parameter of an optimizer.
 
     Attributes:
-        name: By the script's variables and modules.
-        shape: Its shape.
+        shape: Its shape, None if it is spread over ranks.
         made: Where it was given to a module.
         ddp: Where the DDP was made that it is in, None if it is in none.
         managed: Whether that averages its gradient.
-        whole: Whether each rank holds all of it.
     """
 
-    name: str
-    shape: list[int]
+    shape: list[int] | None
     made: Stack
     ddp: Stack | None
     managed: bool
-    whole: bool
 
 
 class Optimized(NamedTuple):
-    """An optimizer, by its number, and its parameters."""
+    """An optimizer, by its number, and its parameters, by their names."""
 
     optimizer: int
     made: Stack
-    parameters: list[Parameter]
+    parameters: dict[str, Parameter]
 
 
 class Position(NamedTuple):
@@ -453,8 +449,8 @@ class Step(NamedTuple):
         class_name: That of the optimizer.
         joined: Whether there is a process group.
         position: Of each loader that feeds the training.
-        parameters: Hashes, None for those that are spread over ranks.
-        gradients: In the same order, None where there is none.
+        parameters: Hashes of those that are not spread over ranks.
+        gradients: Theirs, of those that have one.
         without: The parameters without a gradient, and where a collective got what they compute.
         outside: Parameters with a gradient that are in no optimizer, and where they were made.
         state: Hashes of the optimizer's state.
@@ -485,8 +481,8 @@ class Step(NamedTuple):
     class_name: str
     joined: bool
     position: list[Position]
-    parameters: list[int | None]
-    gradients: list[Gradient | None]
+    parameters: dict[str, int]
+    gradients: dict[str, Gradient]
     without: dict[str, Stack]
     outside: dict[str, Stack]
     state: dict[str, int]

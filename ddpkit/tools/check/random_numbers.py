@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..recorder import Function, Recorder, before, guarded, replace
+from ..recorder import Function, before, current, guarded, replace
 from .facts import Facts, Finding, agree, by_fields, first_of, listed
 from .observed import Draw, Draws, Fetch, Seeded, Step, tell
 from .source import Place, Stack, is_own, is_shared_out, own_frames, place_of, stack
@@ -144,8 +144,7 @@ class Tracer:
 class Windows:
     """Watches the random numbers that a training step draws outside of its loader."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self) -> None:
         self._tracer = Tracer()
 
     def install(self) -> None:
@@ -175,16 +174,16 @@ class Windows:
             self._tracer.add(Draw(_GIVEN, state, result.numel()))
 
     def _note(self, kind: str) -> Function:
-        def look(*args: Any, **kwargs: Any) -> None:
+        def look() -> None:
             if where := stack():
-                tell(self._recorder, Seeded(kind, where, self._recorder.step))
+                tell(Seeded(kind, where, current().step))
 
         return look
 
     def open(self) -> None:
         """Begin to watch, after a batch was fetched or a step has ended."""
         self.pause()
-        self._tracer.begin(traces=self._recorder.step == 1)  # the lines are the same ones in other steps
+        self._tracer.begin(traces=current().step == 1)  # the lines are the same ones in other steps
 
     def pause(self) -> None:
         """Note what was drawn since `open`, before a loader draws for itself."""

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..recorder import Function, Recorder, after, before, guarded, hash_of, parameters_of, replace, sample, whole
+from ..recorder import Function, after, before, current, guarded, hash_of, parameters_of, replace, sample, whole
 from .collectives import Collectives, tell_values
 from .loaders import Ending, Samples
 from .modules import Modules, roots, variables
@@ -34,6 +34,7 @@ _LOOSE = 0.05  # of 1, by which probabilities in half precision may miss it
 _FIRST_STEPS = 3  # at which states are compared: what differs differs by then
 
 
+@dataclass
 class Losses:
     """Observes loss functions and `backward` from the moment of `install`.
 
@@ -42,15 +43,14 @@ class Losses:
         divides: Whether the script divides by the number of ranks there.
     """
 
-    def __init__(self, modules: Modules, samples: Samples, ending: Ending) -> None:
-        self._modules = modules
-        self._samples = samples
-        self._ending = ending
-        self._found: list[Loss] = []
-        self._backwards = 0
-        self._depth = 0
-        self.places: Stack = []
-        self.divides = False
+    modules: Modules
+    samples: Samples
+    ending: Ending
+    places: Stack = field(default_factory=list)
+    divides: bool = False
+    _found: list[Loss] = field(default_factory=list)
+    _backwards: int = 0
+    _depth: int = 0
 
     def install(self) -> None:
         """Begin."""
@@ -68,11 +68,11 @@ class Losses:
         """List the losses that were differentiated in this step."""
         return [loss for loss in self._found if loss.backward >= 0]
 
-    def _begin_backward(self, *args: Any, **kwargs: Any) -> None:
+    def _begin_backward(self) -> None:
         self._backwards += 1
-        self._samples.begin_backward()
-        self._ending.accumulates = True
-        self._modules.begin_backward()
+        self.samples.begin_backward()
+        self.ending.accumulates = True
+        self.modules.begin_backward()
         self.places = stack()[:4]
         self.divides = divides_by_ranks(4)
 
@@ -87,18 +87,16 @@ class Losses:
                 self._depth -= 1
             is_whole = self._depth == 0 and isinstance(result, Tensor)
             if is_whole and result.requires_grad and len(self._found) < _MANY_LOSSES:
-                watch(result, original.__name__, input, target, **kwargs)
+                watch(result, original.__name__, input, target, kwargs)
             return result
 
         return call
 
-    def _watch(
-        self, result: Tensor, name: str, input: Tensor, target: Tensor,
-        reduction: str = "mean", ignore_index: int = -100, **others: Any,
-    ) -> None:  # fmt: skip
+    def _watch(self, result: Tensor, name: str, input: Tensor, target: Tensor, kwargs: dict[str, Any]) -> None:
+        reduction = kwargs.get("reduction", "mean")
         count = len(input) if input.ndim else 1
         if name in ("cross_entropy", "nll_loss") and not target.is_floating_point():
-            count = int((target != ignore_index).sum())
+            count = int((target != kwargs.get("ignore_index", -100)).sum())
         is_masked = not target.is_floating_point() and count < target.numel() and input.ndim < _IMAGES
         is_summed = reduction != "mean"
         mistakes = _mistakes(name, input, target)
@@ -159,7 +157,6 @@ def _activation(name: str, logits: Tensor) -> str:
 class Steps:
     """Observes each optimiser from the moment of `install`."""
 
-    recorder: Recorder
     ending: Ending
     modules: Modules
     losses: Losses
@@ -176,17 +173,17 @@ class Steps:
         """Begin."""
         self.modules.on_call = guarded(self._note_buffers)
         for kind in (lr_scheduler.LRScheduler, lr_scheduler.SequentialLR, lr_scheduler.ChainedScheduler):
-            after(kind, "__init__", lambda made, *args, **kwargs: self._schedules.append((made, stack())))
+            after(kind, "__init__", lambda made: self._schedules.append((made, stack())))
         before(lr_scheduler.ReduceLROnPlateau, "step", self._note_plateau)
         before(Optimizer, "load_state_dict", self._note_loaded)
         register_optimizer_step_pre_hook(self._begins)
         register_optimizer_step_post_hook(self._ended)
 
-    def _note_plateau(self, schedule: Any, metrics: Any = None, *args: Any, **kwargs: Any) -> None:
+    def _note_plateau(self, schedule: Any, metrics: Any = None) -> None:
         if metrics is not None:
-            tell(self.recorder, Plateau(float(metrics), stack()))
+            tell(Plateau(float(metrics), stack()))
 
-    def _note_loaded(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+    def _note_loaded(self) -> None:
         self._loaded = stack()
 
     def _begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -198,7 +195,7 @@ class Steps:
             known.number = sum(other.number >= 0 for other in self.loop.optimizers.values())
         self.ending.before_step(known.steps)
         known.steps += 1
-        self.recorder.step = max(self.recorder.step, known.steps)
+        current().step = max(current().step, known.steps)
         if not _has_closure(args, kwargs):
             guarded(self._record)(optimizer, known)
 
@@ -216,17 +213,16 @@ class Steps:
     @torch.no_grad()
     def _record(self, optimizer: Optimizer, known: Known) -> None:
         parameters = parameters_of(optimizer)
-        if list(map(id, parameters)) != list(map(id, known.parameters)):
-            known.parameters = parameters
+        if list(map(id, parameters)) != list(map(id, known.named.values())):
+            known.named = dict(zip(_names_of(parameters), parameters, strict=True))
             self._introduce(known)
-        whole_ones = [whole(p) for p in parameters]
-        for name, plain in zip(known.names, whole_ones, strict=True):
-            if plain is not None:
-                self.collectives.trained[plain.data_ptr()] = (known.number, name)
-        if self.recorder.step == 1:
-            tell_values(self.recorder)
-        gradients = [_whole_gradient(p) for p in parameters]
-        summed = self._summed(gradients)
+        whole_ones = {name: plain for name, p in known.named.items() if (plain := whole(p)) is not None}
+        for name, plain in whole_ones.items():
+            self.collectives.trained[plain.data_ptr()] = (known.number, name)
+        if current().step == 1:
+            tell_values()
+        gradients = {name: g for name in whole_ones if (g := _whole_gradient(known.named[name])) is not None}
+        summed = self._summed(list(gradients.values()))
         step = Step(
             optimizer=known.number,
             number=known.steps,
@@ -235,8 +231,8 @@ class Steps:
             class_name=type(optimizer).__name__,
             joined=dist.is_initialized(),
             position=self.samples.position(),
-            parameters=[None if p is None else hash_of(p) for p in whole_ones],
-            gradients=[None if g is None else Gradient(hash_of(g), sample(g)) for g in gradients],
+            parameters={name: hash_of(p) for name, p in whole_ones.items()},
+            gradients={name: Gradient(hash_of(g), sample(g)) for name, g in gradients.items()},
             without=self._without_gradient(known),
             outside=self.loop.outside(optimizer),
             state=_state_of(optimizer, known),
@@ -259,7 +255,7 @@ class Steps:
             mistakes=self.loop.mistakes(optimizer),
             random=self.windows.close(),
         )
-        tell(self.recorder, step)
+        tell(step)
         known.events = []
 
     def _describe_schedules(self) -> list[Schedule]:
@@ -274,31 +270,28 @@ class Steps:
 
     def _without_gradient(self, known: Known) -> dict[str, Stack]:
         """Name the parameters without a gradient, and where a collective got what they compute, if one did."""
-        named = zip(known.names, known.parameters, strict=True)
-        without = {name: id(p) for name, p in named if p.requires_grad and p.grad is None}
+        without = {name: id(p) for name, p in known.named.items() if p.requires_grad and p.grad is None}
         return {name: self.collectives.cut.get(identity, []) for name, identity in without.items()}
 
-    def _summed(self, gradients: list[Tensor | None]) -> Sum | None:
+    def _summed(self, gradients: list[Tensor]) -> Sum | None:
         """Compare the gradients with the sums that were reduced before this step, if these are of as many numbers."""
         sums = self.collectives.sums
         self.collectives.sums = []
-        present = [g for g in gradients if g is not None]
-        if not sums or sum(each.numel for each in sums) != sum(g.numel() for g in present):
+        if not sums or sum(each.numel for each in sums) != sum(g.numel() for g in gradients):
             return None
-        square = sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in present)
+        square = sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in gradients)
         ratio = (sum(each.square for each in sums) / square) ** 0.5 if square else 0.0
         return sums[0]._replace(ratio=ratio)
 
     def _introduce(self, known: Known) -> None:
         """Tell the names of an optimiser's parameters, and where they come from."""
-        known.names = _names_of(known.parameters)
-        described = []
-        for name, p in zip(known.names, known.parameters, strict=True):
+        described = {}
+        for name, p in known.named.items():
             wrapped, is_managed = self.modules.wrapper_of(p)
             ddp = wrapped.made if wrapped else None
-            is_whole = whole(p) is not None
-            described.append(Parameter(name, list(p.shape), self.modules.made(p), ddp, is_managed, is_whole))
-        tell(self.recorder, Optimized(known.number, known.made, described))
+            shape = None if whole(p) is None else list(p.shape)
+            described[name] = Parameter(shape, self.modules.made(p), ddp, is_managed)
+        tell(Optimized(known.number, known.made, described))
 
     def _others(self) -> dict[str, Fixed]:
         """Hash the parameters of networks that are used and not trained."""
@@ -320,7 +313,7 @@ class Steps:
     def _hash_buffers(self) -> dict[str, Buffers]:
         """Hash the running statistics of networks, and tell if DDP sends them out."""
         found: dict[str, Buffers] = {}
-        if self.recorder.step > self.ending.steps + 1:
+        if current().step > self.ending.steps + 1:
             return found
         trained = self.loop.parameters()
         for name, root in roots():
@@ -369,7 +362,7 @@ def _state_of(optimizer: Optimizer, known: Known) -> dict[str, int]:
     found: dict[str, int] = {}
     if known.steps > _FIRST_STEPS:
         return found
-    for name, parameter in zip(known.names, known.parameters, strict=True):
+    for name, parameter in known.named.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and (plain := whole(value)) is not None:
                 found[f"{name}: {key}"] = hash_of(plain)

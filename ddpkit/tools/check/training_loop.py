@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from ..recorder import Recorder, after, before, hash_of, parameters_of
+from ..recorder import after, before, current, hash_of, parameters_of
 from .facts import Facts, Finding, agree, by_fields, name_some
 from .gradients import by_backward, by_line, near
 from .modules import Modules
@@ -35,19 +35,18 @@ class Known:
         made: Where it was made.
         number: Of the optimizer, -1 before its first step.
         steps: How many it has made.
-        parameters: Those that it had at its last step.
-        names: Their names.
+        named: The parameters that it had at its last step, by their names.
         events: What happened to their gradients since.
     """
 
     made: Stack = field(default_factory=list)
     number: int = -1
     steps: int = 0
-    parameters: list[Tensor] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
+    named: dict[str, Tensor] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
 
 
+@dataclass
 class TrainingLoop:
     """Observes optimizers and what happens to gradients from the moment of `install`.
 
@@ -56,13 +55,11 @@ class TrainingLoop:
         scale: By which losses are multiplied.
     """
 
-    def __init__(self, recorder: Recorder, modules: Modules) -> None:
-        self._recorder = recorder
-        self._modules = modules
-        self._unscaled: set[int] | None = None  # optimizers since gradients were scaled, None if they are not
-        self._told: set[tuple[Any, ...]] = set()
-        self.scale = 1.0
-        self.optimizers: WeakKeyDictionary[Optimizer, Known] = WeakKeyDictionary()
+    modules: Modules
+    optimizers: WeakKeyDictionary[Optimizer, Known] = field(default_factory=WeakKeyDictionary)
+    scale: float = 1.0
+    _unscaled: set[int] | None = None  # optimizers since gradients were scaled, None if they are not
+    _told: set[tuple[Any, ...]] = field(default_factory=set)
 
     def install(self) -> None:
         """Begin."""
@@ -105,21 +102,21 @@ class TrainingLoop:
         own = _parameter_ids(optimizer)
         known = self.parameters() | own
         found = {}
-        for network, _ in self._modules.networks:
+        for network, _ in self.modules.networks:
             parameters = dict(network.named_parameters())
             if own.isdisjoint(map(id, parameters.values())):
                 continue
             for name, parameter in parameters.items():
                 if parameter.requires_grad and id(parameter) not in known and _has_gradient([parameter]):
-                    found[name.removeprefix("module.")] = self._modules.made(parameter)
+                    found[name.removeprefix("module.")] = self.modules.made(parameter)
         return found
 
     def evaluated(self) -> list[Evaluated]:
         """Describe networks that were evaluated since the last step, are in no optimizer, and resemble one that is."""
         known = self.parameters()
-        trained = [[p.shape for p in network.parameters()] for network, _ in self._modules.networks]
+        trained = [[p.shape for p in network.parameters()] for network, _ in self.modules.networks]
         found = []
-        for network, (loader, where) in self._modules.evaluated.items():
+        for network, (loader, where) in self.modules.evaluated.items():
             parameters = list(network.parameters())
             is_copy = known.isdisjoint(map(id, parameters)) and [p.shape for p in parameters] in trained
             if is_copy and parameters:
@@ -129,10 +126,10 @@ class TrainingLoop:
     def modes(self, optimizer: Optimizer) -> list[str]:
         """List the modes in which an optimizer's networks have computed gradients since the last step."""
         own = _parameter_ids(optimizer)
-        networks = self._modules.networks
+        networks = self.modules.networks
         return sorted({mode for network, mode in networks if mode and not own.isdisjoint(_ids(network.parameters()))})
 
-    def _note_made(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+    def _note_made(self, optimizer: Optimizer) -> None:
         self.known(optimizer).made = stack()
 
     def _note(self, kind: str, optimizer: Optimizer) -> None:
@@ -141,25 +138,23 @@ class TrainingLoop:
         if len(events) < _MANY and (has_gradient or kind == "backward"):
             events.append(Event(kind, stack()[:2], has_gradient))
 
-    def _backward(self, *args: Any, **kwargs: Any) -> None:
+    def _backward(self) -> None:
         for optimizer in list(self.optimizers):
             self._note("backward", optimizer)
 
-    def _zero(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+    def _zero(self, optimizer: Optimizer) -> None:
         self._note("zeroed", optimizer)
 
-    def _zero_module(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def _zero_module(self, module: nn.Module) -> None:
         inside = _ids(module.parameters())
         for optimizer in list(self.optimizers):
             if _parameter_ids(optimizer) <= inside:
                 self._note("zeroed", optimizer)
 
-    def _clip(self, *args: Any, **kwargs: Any) -> None:
-        given = dict(zip(("parameters", "max_norm"), args, strict=False)) | kwargs
-        parameters, bound = given["parameters"], float(given.get("max_norm", given.get("clip_value", 0.0)))
+    def _clip(self, parameters: Any, max_norm: float = 0.0) -> None:
         clipped = _ids([parameters] if isinstance(parameters, Tensor) else parameters)
         owners = [o for o in list(self.optimizers) if not clipped.isdisjoint(_parameter_ids(o))]
-        if not owners or not math.isfinite(bound) or self._recorder.step >= _MANY:
+        if not owners or not math.isfinite(max_norm) or current().step >= _MANY:
             return
         mistakes = {}
         if self._unscaled is not None and self._unscaled.isdisjoint(map(id, owners)):
@@ -167,9 +162,9 @@ class TrainingLoop:
         last = [event.kind for owner in owners for event in self.known(owner).events[-1:]]
         if "backward" not in last:
             mistakes["clips-nothing"] = "each time, the gradients are clipped after the step that used them"
-        tell(self._recorder, Clip(stack()[:2], mistakes))
+        tell(Clip(stack()[:2], mistakes))
 
-    def _scaled(self, scaler: Any, *args: Any) -> None:
+    def _scaled(self, scaler: Any) -> None:
         if scaler.is_enabled():
             self.scale = scaler.get_scale()
             if self.scale != 1.0 and self._unscaled is None:
@@ -179,7 +174,7 @@ class TrainingLoop:
         if self._unscaled is not None:
             self._unscaled.add(id(optimizer))
 
-    def _updated(self, *args: Any) -> None:
+    def _updated(self) -> None:
         self._unscaled = None
 
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
@@ -187,14 +182,14 @@ class TrainingLoop:
             what = f"`requires_grad = {bool(value)}` is set on a {type(module).__name__}"
             self._mistake("requires-grad", f"{what}, not on its parameters")
 
-    def _drop(self, input: Tensor, *args: Any, **kwargs: Any) -> None:
-        if self._modules.is_evaluating and len(args) < 2 and "training" not in kwargs:
+    def _drop(self, input: Tensor, p: float = 0.5, training: bool | None = None) -> None:
+        if self.modules.is_evaluating and training is None:
             self._mistake("dropout-without-mode", "a network in evaluation mode calls it without `training=`")
 
-    def _load(self, module: nn.Module, state: Any, *args: Any, **kwargs: Any) -> None:
+    def _load(self, module: nn.Module, state_dict: Any) -> None:
         own = {tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers())}
-        loaded = {tensor.data_ptr() for tensor in state.values() if isinstance(tensor, Tensor)}
-        if self._recorder.step and loaded and loaded <= own:
+        loaded = {tensor.data_ptr() for tensor in state_dict.values() if isinstance(tensor, Tensor)}
+        if current().step and loaded and loaded <= own:
             self._mistake("loads-itself", "it gets the module's own tensors")
 
     def _mistake(self, rule: str, evidence: str) -> None:
@@ -202,7 +197,7 @@ class TrainingLoop:
         where = stack()
         if where and (rule, where[0]) not in self._told:
             self._told.add((rule, where[0]))
-            tell(self._recorder, Mistake(rule, evidence, where))
+            tell(Mistake(rule, evidence, where))
 
 
 def _ids(tensors: Iterable[Tensor]) -> set[int]:
