@@ -248,6 +248,14 @@ def test_a_module_of_a_package_is_checked(tmp_path: Path) -> None:
     assert finding["where"]["file"].endswith("train.py") and finding["where"]["line"] == 10
 
 
+def test_gradients_are_clipped_as_without_the_check(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    clip = "    assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 0"
+    script.write_text(TRAIN.replace("    optimizer.step()", f"{clip}\n    optimizer.step()"))
+    code, report = check(script, tmp_path)
+    assert (code, report["findings"], report["trouble"]) == (0, [], "")
+
+
 def test_a_script_that_asks_for_nccl_gets_gloo_where_there_is_no_gpu(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN.replace('"gloo"', '"nccl"'))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from ..recorder import after, before, current, hash_of, parameters_of
+from ..recorder import Function, after, before, current, guarded, hash_of, parameters_of, replace
 from .facts import Facts, Finding, agree, by_fields, name_some
 from .gradients import by_backward, by_line, near
 from .modules import Modules
@@ -69,8 +69,8 @@ class TrainingLoop:
         for name in ("backward", "grad"):
             before(torch.autograd, name, self._backward)
         for owner in (nn.utils, nn.utils.clip_grad):
-            before(owner, "clip_grad_norm_", self._clip)
-            before(owner, "clip_grad_value_", self._clip)
+            replace(owner, "clip_grad_norm_", self._clipping)
+            replace(owner, "clip_grad_value_", self._clipping)
         before(torch.amp.GradScaler, "scale", self._scaled)
         before(torch.amp.GradScaler, "unscale_", self._unscale)
         before(torch.amp.GradScaler, "update", self._updated)
@@ -151,8 +151,18 @@ class TrainingLoop:
             if _parameter_ids(optimizer) <= inside:
                 self._note("zeroed", optimizer)
 
-    def _clip(self, parameters: Any, max_norm: float = 0.0) -> None:
-        clipped = _ids([parameters] if isinstance(parameters, Tensor) else parameters)
+    def _clipping(self, original: Function) -> Function:
+        note = guarded(self._note_clip)
+
+        def call(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            tensors = [parameters] if isinstance(parameters, Tensor) else list(parameters)  # a generator ends
+            note(tensors, *args, **kwargs)
+            return original(tensors, *args, **kwargs)
+
+        return call
+
+    def _note_clip(self, parameters: list[Tensor], max_norm: float = 0.0) -> None:
+        clipped = _ids(parameters)
         owners = [o for o in list(self.optimizers) if not clipped.isdisjoint(_parameter_ids(o))]
         if not owners or not math.isfinite(max_norm) or current().step >= _MANY:
             return
