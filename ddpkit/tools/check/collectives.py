@@ -20,7 +20,7 @@ from ...collectives.tree import leaves_of
 from ...job.job import Peers, group_of
 from ..recorder import Function, before, current, guarded, replace, small_hashes
 from . import observed
-from .facts import Facts, Finding, Parting, agree, all_equal, by_fields, first_of, joined, listed, say_ranks
+from .facts import Facts, Finding, Findings, Parting, agree, all_equal, by_fields, first_of, joined, listed, say_ranks
 from .loaders import Ending
 from .modules import Modules, variables
 from .observed import Collective, Epoch, EpochEnd, File, Plateau, Value, tell
@@ -85,7 +85,7 @@ class Collectives:
         if op == "mean" and weight is None and current().is_main:
             leaves = [torch.as_tensor(leaf) for leaf in leaves_of(value).values()]
             values = [float(leaf) for leaf in leaves if leaf.numel() == 1][:_SMALL]
-            self._tell(Collective("all_reduce", _name_of(group_of(peers)), stack()[:4], "AVG", values=values))
+            self._tell(Collective("all_reduce", _name_of(group_of(peers)), stack(4), "AVG", values=values))
 
     def _note_sent(self) -> None:
         """Tell once a step that a tensor goes from one rank to another."""
@@ -118,17 +118,17 @@ class Collectives:
 
         return call
 
-    def _keep_sum(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _keep_sum(self, args: Any, kwargs: Any) -> None:
         """Keep the size of a sum; it may be of gradients."""
         tensor: Tensor = args[0] if args else kwargs["tensor"]
         if tensor.is_floating_point() and _reduction(args, kwargs) == "SUM" and len(self.sums) < _MANY:
             norm = float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64))
-            self.sums.append(observed.Sum(stack()[:4], tensor.numel(), norm**2, divides_by_ranks(4)))
+            self.sums.append(observed.Sum(stack(4), tensor.numel(), norm**2, divides_by_ranks(4)))
 
-    def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note(self, name: str, args: Any, kwargs: Any) -> None:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         group = kwargs.get("group") or next((a for a in args if isinstance(a, dist.ProcessGroup)), None)
-        seen = Collective(name, _name_of(group), stack()[:4])
+        seen = Collective(name, _name_of(group), stack(4))
         if torch.is_grad_enabled() and current().step < _FIRST_STEPS:
             self.cut |= {id(p): seen.where for p in _parameters_behind(tensors)}
         if "reduce" in name:
@@ -164,7 +164,7 @@ def _parameters_behind(tensors: list[Tensor]) -> Iterator[Tensor]:
             yield node.variable
 
 
-def _reduction(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _reduction(args: Any, kwargs: Any) -> str:
     given = kwargs.get("op") or next((a for a in args if isinstance(a, dist.ReduceOp.RedOpType)), "SUM")
     return str(given).rpartition(".")[2]
 
@@ -186,9 +186,9 @@ def tell_values() -> None:
 # Find different numbers of batches or rounds.
 
 
-def _uneven_epochs(facts: Facts) -> Iterator[Finding]:
+def _uneven_epochs(facts: Facts) -> Findings:
     """Find a loader from which the ranks train with different numbers of batches."""
-    planned = [row for row in facts.rows(Epoch, "loader", "number") if not any(epoch.bounded for epoch in row)]
+    planned = [row for row in facts.epochs if not any(epoch.bounded for epoch in row)]
     ended = [row for row in facts.rows(EpochEnd, "loader", "number") if not any(end.cut for end in row)]
     rows: list[Sequence[Epoch | EpochEnd]] = [*planned, *ended]
     for row in rows:
@@ -201,7 +201,7 @@ def _uneven_epochs(facts: Facts) -> Iterator[Finding]:
             yield facts.finding("batches-differ", evidence, *lines)
 
 
-def _skipping(facts: Facts) -> Iterator[Finding]:
+def _skipping(facts: Facts) -> Findings:
     """Find ranks that are at different batches at one step, because some have left one out."""
     lines: Stack = []
     for steps in facts.steps:
@@ -220,7 +220,7 @@ def _is_handled(facts: Facts) -> bool:
     return bool(facts.all(observed.Join))
 
 
-def _plateaus(facts: Facts) -> Iterator[Finding]:
+def _plateaus(facts: Facts) -> Findings:
     """Find learning rates that follow a number which each rank has measured on its own."""
     for row in zip(*facts.of(Plateau).values(), strict=False):
         if not agree(row, "value"):
@@ -228,7 +228,7 @@ def _plateaus(facts: Facts) -> Iterator[Finding]:
             yield facts.finding("plateau-differs", f"{facts.who} pass {values} to the schedule", row[0].where)
 
 
-def parting(facts: Facts) -> Iterator[Finding]:
+def parting(facts: Facts) -> Findings:
     """Find where ranks will part, else explain where they do."""
     found: list[Finding] = []
     if not facts.deals_micro_batches and not _is_handled(facts):
@@ -295,7 +295,7 @@ def _is_left(loop: Loop, line: Place, left: Collective | None, parted: Parting) 
 # Find files that several ranks write, and values of which one rank alone saves its own.
 
 
-def same_files(facts: Facts) -> Iterator[Finding]:
+def same_files(facts: Facts) -> Findings:
     """Find files that several ranks save."""
     saved = {rank: by_fields(files, "path") for rank, files in facts.of(File).items()}
     for path in by_fields(facts.all(File), "path"):
@@ -305,7 +305,7 @@ def same_files(facts: Facts) -> Iterator[Finding]:
             yield facts.finding("same-file", evidence, saved[ranks[0]][path][0].where, ranks=ranks)
 
 
-def own_values(facts: Facts) -> Iterator[Finding]:
+def own_values(facts: Facts) -> Findings:
     """Find values that one rank alone saves, and that differed between ranks from the first step on."""
     writers = [rank for rank, files in facts.of(File).items() if files]
     saved = {hashed: file.where for file in facts.all(File) for hashed in file.hashes}

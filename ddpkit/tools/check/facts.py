@@ -65,6 +65,8 @@ class Facts:
         is_distributed: Whether the ranks belong together: without a process group, each is a training of its own.
         training: The keys of the loaders from which a rank trains.
         steps: The optimizer steps that all ranks have made, as a record of each rank.
+        epochs: Those that all ranks have begun, in the same way.
+        collectives: Those that all ranks have entered.
         deals_micro_batches: Whether ranks take different numbers of them, whose gradients `exact_gradients` adds up.
     """
 
@@ -79,6 +81,8 @@ class Facts:
         self.steps = self.rows(Step, "optimizer", "number")
         if self.all(Join):  # then ranks make different numbers of steps
             self.steps = [row for row in self.steps if agree(row, "position")]
+        self.epochs = self.rows(Epoch, "loader", "number")
+        self.collectives = self.rows(Collective, "position", "group")
         self.deals_micro_batches = any(epoch.sampler == "MicroBatchSampler" for epoch in self.all(Epoch))
 
     def of(self, kind: type[_Seen]) -> dict[int, list[_Seen]]:
@@ -138,13 +142,14 @@ def _read(records: list[Record]) -> list[Any]:
     return told
 
 
-Rule = Callable[[Facts], Iterator[Finding]]
+Findings = Iterator[Finding]
+Rule = Callable[[Facts], Findings]
 
 
 def first_of(*rules: Rule) -> Rule:
     """Make a rule that ends with the first finding of some rules."""
 
-    def look(facts: Facts) -> Iterator[Finding]:
+    def look(facts: Facts) -> Findings:
         return islice(chain.from_iterable(rule(facts) for rule in rules), 1)
 
     return look

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 from .facts import (
     Facts,
     Finding,
+    Findings,
     Lines,
     agree,
     all_equal,
@@ -119,7 +120,7 @@ def _reduced(facts: Facts, optimizer: int) -> set[str]:
     return {name for number, name in trained if number == optimizer}
 
 
-def unaveraged(facts: Facts) -> Iterator[Finding]:
+def unaveraged(facts: Facts) -> Findings:
     """Find the first step of each optimizer at which gradients differ."""
     for optimizer in _optimizers(facts):
         for row in optimizer.rows:
@@ -153,7 +154,7 @@ def _wrapper_of(parameter: Parameter, step: Step) -> Averaging | None:
     return next((wrapper for wrapper in step.wrappers if wrapper.made == parameter.ddp), None)
 
 
-def without_gradients(facts: Facts) -> Iterator[Finding]:
+def without_gradients(facts: Facts) -> Findings:
     """Find trainable parameters that never get a gradient."""
     for optimizer in _optimizers(facts):
         steps = [step for row in optimizer.rows for step in row.steps]
@@ -175,7 +176,7 @@ def without_gradients(facts: Facts) -> Iterator[Finding]:
 # Find replicas that differ at the first step, or later although gradients were equal.
 
 
-def different_at_start(facts: Facts) -> Iterator[Finding]:
+def different_at_start(facts: Facts) -> Findings:
     """Find parameters that differ before the first step, and fixed networks that differ."""
     for optimizer in _optimizers(facts):
         for row in optimizer.rows[:1]:
@@ -196,7 +197,7 @@ def _started_different(facts: Facts, names: list[str], made: Stack, optimizer: S
     return facts.finding("replicas-differ-at-start", evidence, *lines)
 
 
-def different_states(facts: Facts) -> Iterator[Finding]:
+def different_states(facts: Facts) -> Findings:
     """Find optimizers whose states differ before a step."""
     for steps in facts.steps:
         first = steps[0]
@@ -213,7 +214,7 @@ def different_states(facts: Facts) -> Iterator[Finding]:
         yield facts.finding("states-differ", evidence, condition, loaded, by_hand, first.where)
 
 
-def drifting(facts: Facts) -> Iterator[Finding]:
+def drifting(facts: Facts) -> Findings:
     """Find parameters that are equal at one step and differ at a later one."""
     for optimizer in _optimizers(facts):
         for row in optimizer.rows[1:]:
@@ -223,7 +224,7 @@ def drifting(facts: Facts) -> Iterator[Finding]:
                 yield facts.finding("weights-drift", f"{name_some(names)}: {seen}", optimizer.rows[0].steps[0].where)
 
 
-def different_buffers(facts: Facts) -> Iterator[Finding]:
+def different_buffers(facts: Facts) -> Findings:
     """Find running statistics that differ and that nobody sends out."""
     by_hand = _reduced(facts, -1)
     for steps in facts.steps:
@@ -301,7 +302,7 @@ def near(one: float, other: float) -> bool:
     return abs(one - other) <= _EXACT * max(abs(one), abs(other))
 
 
-def uneven_means(facts: Facts) -> Iterator[Finding]:
+def uneven_means(facts: Facts) -> Findings:
     """Find means over different numbers of samples that count as equals in one step."""
     for steps in facts.steps:
         first = steps[0]
@@ -326,7 +327,7 @@ def _may_be_uneven(losses: list[Loss], passes: int, step: Step) -> bool:
     return passes > len(step.position)  # else each is from a loader of its own
 
 
-def divided_by_all(facts: Facts) -> Iterator[Finding]:
+def divided_by_all(facts: Facts) -> Findings:
     """Find sums that are divided by the count of all ranks, and then averaged over ranks."""
     first = [steps[0] for steps in facts.steps]
     if len(first) < _SOME_STEPS or not all(step.losses and step.wrappers and not step.summed for step in first):
@@ -351,7 +352,7 @@ def divided_by_all(facts: Facts) -> Iterator[Finding]:
         yield facts.finding("divided-by-all", evidence, where, severity=severity)
 
 
-def summed_gradients(facts: Facts) -> Iterator[Finding]:
+def summed_gradients(facts: Facts) -> Findings:
     """Find gradients that are added up over ranks, and never divided."""
     for steps in facts.steps:
         first = steps[0]
@@ -379,9 +380,9 @@ def _counts_travel(facts: Facts) -> bool:
     return any(isinstance(value, int) or (value > 1 and value.is_integer()) for value in values)
 
 
-def mean_of_means(facts: Facts) -> Iterator[Finding]:
+def mean_of_means(facts: Facts) -> Findings:
     """Find metrics that are means of the ranks' means over uneven shares."""
-    for row in facts.rows(Collective, "position", "group"):
+    for row in facts.collectives:
         if not _is_mean_of_means(facts, row):
             continue
         told = facts.told[facts.ranks[0]]
@@ -412,7 +413,7 @@ def _is_mean_of_means(facts: Facts, row: list[Collective]) -> bool:
 def _carries_counts(facts: Facts, row: list[Collective]) -> bool:
     """Return whether the ranks' numbers of samples are reduced as well, about then."""
     shares = [seen.samples for seen in row]
-    for others in facts.rows(Collective, "position", "group"):
+    for others in facts.collectives:
         if abs(others[0].position - row[0].position) > _NEAR:
             continue
         for column in zip(*(seen.values for seen in others), strict=False):

@@ -167,7 +167,7 @@ class Modules:
             self._tell_of_ddp("backward")
 
     def _tell_of_ddp(self, what: str) -> None:
-        tell(Collective(f"{what} of DDP", "0", stack()[:4]))
+        tell(Collective(f"{what} of DDP", "0", stack(4)))
 
     def _registered(self, module: Any, name: str, parameter: Any) -> None:
         if isinstance(parameter, Tensor):
@@ -232,7 +232,7 @@ class Modules:
         if isinstance(module, nn.modules.loss._Loss):
             return
         mode = mode_of(module)
-        where = stack()[:3]
+        where = stack(3)
         if mode and self.feeding and (self.feeding, mode, *where) not in self._noted:
             self._noted.add((self.feeding, mode, *where))
             tell(Mode(self.feeding, mode, where))

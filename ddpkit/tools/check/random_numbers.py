@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..recorder import Function, before, current, guarded, replace
-from .facts import Facts, Finding, agree, by_fields, first_of, listed
+from .facts import Facts, Findings, agree, by_fields, first_of, listed
 from .observed import Draw, Draws, Fetch, Seeded, Step, tell
 from .source import Place, Stack, is_own, is_shared_out, own_frames, place_of, stack
 
@@ -170,7 +170,7 @@ class Windows:
     def _note_draw(self, state: int, result: torch.Tensor) -> None:
         """Note what is drawn from a generator that was given, in a step."""
         if self._tracer.is_looking and len(self._tracer.found.drawn) < _MANY:
-            self._tracer.found.lines.extend(stack()[:1])
+            self._tracer.found.lines.extend(stack(1))
             self._tracer.add(Draw(_GIVEN, state, result.numel()))
 
     def _note(self, kind: str) -> Function:
@@ -226,7 +226,7 @@ def _equal_states(by_rank: Sequence[Draws], least: int = 0) -> list[str]:
     return sorted(kind for kind, _ in common)
 
 
-def _same_draws(facts: Facts) -> Iterator[Finding]:
+def _same_draws(facts: Facts) -> Findings:
     """Find datasets that draw the same numbers on all ranks for other samples."""
     for row in sorted(facts.rows(Fetch, "worker", "number", "step"), key=_order_of_fetch):
         kinds = _equal_states([fetch.random for fetch in row])
@@ -241,7 +241,7 @@ def _order_of_fetch(row: Sequence[Fetch]) -> str:
     return str((row[0].worker, row[0].number, row[0].step))
 
 
-def _same_noise(facts: Facts) -> Iterator[Finding]:
+def _same_noise(facts: Facts) -> Findings:
     """Find noise and dropout that are the same on all ranks at each step."""
     rows = [[step.random for step in steps] for steps in facts.steps]
     rows = [row for row in rows if all(draws.drawn for draws in row)]
@@ -256,7 +256,7 @@ def _same_noise(facts: Facts) -> Iterator[Finding]:
         yield facts.finding("same-random-numbers", evidence, seeding(facts, *kinds), own_lines)
 
 
-def _repeated_draws(facts: Facts) -> Iterator[Finding]:
+def _repeated_draws(facts: Facts) -> Findings:
     """Find workers that draw in each epoch what they have drawn in the one before."""
     fetches = [fetch for fetch in facts.first(Fetch) if fetch.worker is not None and fetch.loader in facts.training]
     for same in by_fields(fetches, "loader", "worker", "number").values():
@@ -266,7 +266,7 @@ def _repeated_draws(facts: Facts) -> Iterator[Finding]:
             yield facts.finding("random-numbers-repeat", evidence, seeding(facts, *kinds), same[0].random.lines)
 
 
-def _repeated_noise(facts: Facts) -> Iterator[Finding]:
+def _repeated_noise(facts: Facts) -> Findings:
     """Find steps that draw what an earlier one has drawn; each does, if it is from a generator of the script."""
     draws = [step.random for step in facts.first(Step) if step.optimizer == 0]
     used = [_used(each, _FEW) for each in draws]

@@ -6,17 +6,17 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import islice, pairwise
 
-from .facts import Facts, Finding, Lines, agree, all_equal, by_fields, first_of
+from .facts import Facts, Finding, Findings, Lines, agree, all_equal, by_fields, first_of
 from .observed import Batch, Epoch, EpochEnd, EpochSet, Optimized, Step
 from .random_numbers import seeding
 
 _COMPARED = 3  # batches or steps that must be equal on all ranks, if there are as many
 
 
-def _of_loaders(facts: Facts) -> Iterator[Finding]:
+def _of_loaders(facts: Facts) -> Findings:
     """Look at the epochs of each loader until something is found."""
     done: set[str] = set()
-    for row in facts.rows(Epoch, "loader", "number"):
+    for row in facts.epochs:
         loader = row[0].loader
         if loader in done:
             continue
@@ -25,7 +25,7 @@ def _of_loaders(facts: Facts) -> Iterator[Finding]:
             yield finding
 
 
-def _examine(facts: Facts, row: list[Epoch]) -> Iterator[Finding]:
+def _examine(facts: Facts, row: list[Epoch]) -> Findings:
     """Look at one epoch of one loader."""
     epoch = row[0]
     trains = epoch.loader in facts.training
@@ -41,7 +41,7 @@ def _examine(facts: Facts, row: list[Epoch]) -> Iterator[Finding]:
         yield from _examine_plans(facts, row, trains)
 
 
-def _same(facts: Facts, row: list[Epoch], contents: list[list[int]]) -> Iterator[Finding]:
+def _same(facts: Facts, row: list[Epoch], contents: list[list[int]]) -> Findings:
     """Find ranks that train on the same samples."""
     epoch = row[0]
     number = min(map(len, contents))
@@ -60,7 +60,7 @@ def _same(facts: Facts, row: list[Epoch], contents: list[list[int]]) -> Iterator
         yield facts.finding("same-by-loader", evidence, epoch.made, epoch.sampler_made)
 
 
-def _repeated_batches(facts: Facts, epoch: Epoch, contents: list[int]) -> Iterator[Finding]:
+def _repeated_batches(facts: Facts, epoch: Epoch, contents: list[int]) -> Findings:
     """Find batches that come several times in an epoch of one rank."""
     repeated = sum(number - 1 for content, number in Counter(contents).items() if content)
     if repeated and epoch.workers > 1:
@@ -68,7 +68,7 @@ def _repeated_batches(facts: Facts, epoch: Epoch, contents: list[int]) -> Iterat
         yield _about_sampler("read-by-each-worker", facts, epoch, evidence)
 
 
-def _unweighted(facts: Facts) -> Iterator[Finding]:
+def _unweighted(facts: Facts) -> Findings:
     """Find loaders of ddpkit whose unequal shares are averaged as equal ones, also in batches after the cut."""
     backward = [step.backward for step in facts.first(Step)[:1]]
     for end in facts.first(EpochEnd):
@@ -76,7 +76,7 @@ def _unweighted(facts: Facts) -> Iterator[Finding]:
             yield facts.finding("shares-unweighted", end.shares, *backward)
 
 
-def _equal_inputs(facts: Facts) -> Iterator[Finding]:
+def _equal_inputs(facts: Facts) -> Findings:
     """Find ranks that give their networks the same inputs at each step, where no loader is used."""
     rows = [steps for steps in facts.steps if all(step.calls for step in steps)][:_COMPARED]
     if facts.training or not rows:
@@ -93,7 +93,7 @@ def _equal_inputs(facts: Facts) -> Iterator[Finding]:
 # Compare the samples that a sampler deals with those that there are.
 
 
-def _examine_plans(facts: Facts, row: list[Epoch], trains: bool) -> Iterator[Finding]:
+def _examine_plans(facts: Facts, row: list[Epoch], trains: bool) -> Findings:
     epoch = row[0]
     plans = [each.plan or [] for each in row]
     if any(each.replaces for each in row) or any(len(set(plan)) < len(plan) for plan in plans):
@@ -131,9 +131,9 @@ def _examine_plans(facts: Facts, row: list[Epoch], trains: bool) -> Iterator[Fin
         yield _about_sampler("shuffle-differs", facts, epoch, evidence)
 
 
-def _missing(facts: Facts, epoch: Epoch, expected: set[int], may_drop: int) -> Iterator[Finding]:
+def _missing(facts: Facts, epoch: Epoch, expected: set[int], may_drop: int) -> Findings:
     """Find samples that no rank gets in any epoch that was seen, where each deals the same ones."""
-    rows = [row for row in facts.rows(Epoch, "loader", "number") if row[0].loader == epoch.loader]
+    rows = [row for row in facts.epochs if row[0].loader == epoch.loader]
     dealt = [{index for each in row for index in each.plan or ()} for row in rows]
     missing = len(expected - dealt[0])
     is_shuffled = any(row[0].plan != epoch.plan for row in rows)
@@ -163,7 +163,7 @@ def _differently_split(facts: Facts, epoch: Epoch, parts: list[set[int]]) -> Fin
     others = len(parts[0] - parts[0].intersection(*parts))
     evidence = f"{facts.who} hold different parts of the samples: {others} of rank 0's {len(parts[0])} are not in all"
     trained = set.union(*parts)
-    for row in facts.rows(Epoch, "loader", "number"):
+    for row in facts.epochs:
         held = set(row[0].expected or ())
         is_validation = row[0].loader not in facts.training and row[0].dataset == epoch.dataset
         if is_validation and held & trained:
@@ -172,7 +172,7 @@ def _differently_split(facts: Facts, epoch: Epoch, parts: list[set[int]]) -> Fin
     return facts.finding("split-differs", evidence, epoch.split, seeding(facts, "torch"), epoch.made)
 
 
-def _same_orders(facts: Facts) -> Iterator[Finding]:
+def _same_orders(facts: Facts) -> Findings:
     """Find loaders that deal the same order in each epoch, because nobody calls `set_epoch`."""
     for epochs in _epochs_of_lines(facts):
         first = epochs[0]
@@ -203,7 +203,7 @@ def _epochs_of_lines(facts: Facts) -> Iterator[list[Epoch]]:
     yield from found.values()
 
 
-def _validated_in_training(facts: Facts) -> Iterator[Finding]:
+def _validated_in_training(facts: Facts) -> Findings:
     """Find an evaluation on a part of the training samples, if there is none on others."""
     known: dict[str, Epoch] = {}
     used: dict[str, set[tuple[int, int]]] = {}

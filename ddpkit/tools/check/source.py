@@ -91,9 +91,9 @@ def _place(code: CodeType, line: int) -> Place:
     return Place(os.path.abspath(code.co_filename), line, code.co_name)
 
 
-def stack() -> Stack:
+def stack(depth: int = _DEEPEST) -> Stack:
     """List the script's lines that led to this call, the nearest first."""
-    return [place_of(frame) for frame in islice(own_frames(), _DEEPEST)]
+    return [place_of(frame) for frame in islice(own_frames(), depth)]
 
 
 def raised_at(error: BaseException | None) -> Stack:

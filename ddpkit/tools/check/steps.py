@@ -56,7 +56,6 @@ class Losses:
         """Begin."""
         for name in _LOSSES:
             replace(functional, name, self._observed)
-        before(Tensor, "backward", self._begin_backward)
         before(torch.autograd, "backward", self._begin_backward)
 
     def begin_step(self) -> None:
@@ -73,7 +72,7 @@ class Losses:
         self.samples.begin_backward()
         self.ending.accumulates = True
         self.modules.begin_backward()
-        self.places = stack()[:4]
+        self.places = stack(4)
         self.divides = divides_by_ranks(4)
 
     def _observed(self, original: Function) -> Function:
@@ -92,7 +91,7 @@ class Losses:
 
         return call
 
-    def _watch(self, result: Tensor, name: str, input: Tensor, target: Tensor, kwargs: dict[str, Any]) -> None:
+    def _watch(self, result: Tensor, name: str, input: Tensor, target: Tensor, kwargs: Any) -> None:
         reduction = kwargs.get("reduction", "mean")
         count = len(input) if input.ndim else 1
         if name in ("cross_entropy", "nll_loss") and not target.is_floating_point():
@@ -102,7 +101,7 @@ class Losses:
         mistakes = _mistakes(name, input, target)
         found = self._found
         number = len(found)
-        found.append(Loss(stack()[:3], count, 0.0, is_summed, is_summed or is_masked, mistakes, -1))
+        found.append(Loss(stack(3), count, 0.0, is_summed, is_summed or is_masked, mistakes, -1))
 
         def arrived(gradient: Tensor) -> None:
             loss = found[number]

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from ..recorder import Function, after, before, current, guarded, hash_of, parameters_of, replace
-from .facts import Facts, Finding, agree, by_fields, name_some
+from .facts import Facts, Findings, agree, by_fields, name_some
 from .gradients import by_backward, by_line, near
 from .modules import Modules
 from .observed import Clip, Epoch, EpochEnd, Evaluated, Event, Loss, Mistake, Mode, Optimized, Position, Step, tell
@@ -136,7 +136,7 @@ class TrainingLoop:
         events = self.known(optimizer).events
         has_gradient = _has_gradient(parameters_of(optimizer))
         if len(events) < _MANY and (has_gradient or kind == "backward"):
-            events.append(Event(kind, stack()[:2], has_gradient))
+            events.append(Event(kind, stack(2), has_gradient))
 
     def _backward(self) -> None:
         for optimizer in list(self.optimizers):
@@ -172,7 +172,7 @@ class TrainingLoop:
         last = [event.kind for owner in owners for event in self.known(owner).events[-1:]]
         if "backward" not in last:
             mistakes["clips-nothing"] = "each time, the gradients are clipped after the step that used them"
-        tell(Clip(stack()[:2], mistakes))
+        tell(Clip(stack(2), mistakes))
 
     def _scaled(self, scaler: Any) -> None:
         if scaler.is_enabled():
@@ -235,7 +235,7 @@ def _optimizers(facts: Facts) -> Iterator[list[Step]]:
             yield own
 
 
-def _told(facts: Facts) -> Iterator[Finding]:
+def _told(facts: Facts) -> Findings:
     """Find what observers have told as mistakes: once, of each record of a line, or of an optimizer's last steps."""
     for mistake in facts.first(Mistake):
         yield facts.finding(mistake.rule, mistake.evidence, mistake.where)
@@ -250,7 +250,7 @@ def _told(facts: Facts) -> Iterator[Finding]:
                 yield facts.finding(rule, evidence, records[0].where)
 
 
-def _zeroing(facts: Facts) -> Iterator[Finding]:
+def _zeroing(facts: Facts) -> Findings:
     for steps in _optimizers(facts):
         events = [step.events for step in steps]
         thrown = [lines for lines in map(_thrown_away, events) if lines]
@@ -278,7 +278,7 @@ def _thrown_away(events: list[Event]) -> list[Stack]:
     return [event.where for event in between if event.kind == "zeroed"]
 
 
-def _left_over(facts: Facts) -> Iterator[Finding]:
+def _left_over(facts: Facts) -> Findings:
     """Find gradients of an epoch's last micro-batches in the first step of the next one."""
     for steps in _optimizers(facts):
         passes = [_passes(step.events) for step in steps]
@@ -298,7 +298,7 @@ def _passes(events: list[Event]) -> int:
     return sum(event.where == last[0].where for event in last)
 
 
-def _schedules(facts: Facts) -> Iterator[Finding]:
+def _schedules(facts: Facts) -> Findings:
     """Find schedules that step too often, or never."""
     steps = facts.first(Step)
     epochs = sum(end.loader in facts.training for end in facts.first(EpochEnd))
@@ -312,7 +312,7 @@ def _schedules(facts: Facts) -> Iterator[Finding]:
             yield facts.finding("schedule-unused", f"after {epochs} epochs nothing has called its `step`", where)
 
 
-def _schedule_lengths(facts: Facts) -> Iterator[Finding]:
+def _schedule_lengths(facts: Facts) -> Findings:
     """Find schedules that step with the optimizer, and are made for the steps of one process with all samples."""
     steps = [step for step in facts.first(Step) if step.position]
     is_one = len(facts.training) == len(facts.first(Optimized)) == 1
@@ -341,7 +341,7 @@ def _epoch_at(facts: Facts, position: Position) -> Epoch | None:
     return epochs.get((position.loader, position.epoch), [None])[-1]
 
 
-def _averages(facts: Facts) -> Iterator[Finding]:
+def _averages(facts: Facts) -> Findings:
     """Find networks that only evaluations use, and that stay as they are while one of the same form trains."""
     evaluated = [network for step in facts.first(Step) for network in step.evaluated]
     for same in by_fields(evaluated, "network").values():
@@ -351,7 +351,7 @@ def _averages(facts: Facts) -> Iterator[Finding]:
             yield facts.finding("average-stale", seen, same[0].where)
 
 
-def _divided_twice(facts: Facts) -> Iterator[Finding]:
+def _divided_twice(facts: Facts) -> Findings:
     for steps in _optimizers(facts):
         if any(step.summed for step in steps):  # gradients of all ranks are added up: a loss may count less
             continue
@@ -365,7 +365,7 @@ def _divided_twice(facts: Facts) -> Iterator[Finding]:
             yield facts.finding("divided-twice", seen, steps[0].backward, steps[0].losses[0].where)
 
 
-def _evaluation_mode(facts: Facts) -> Iterator[Finding]:
+def _evaluation_mode(facts: Facts) -> Findings:
     for steps in _optimizers(facts):
         modes = [step.modes for step in steps if step.modes]
         last = list(takewhile(lambda mode: mode == ["eval"], reversed(modes)))
@@ -375,7 +375,7 @@ def _evaluation_mode(facts: Facts) -> Iterator[Finding]:
             yield facts.finding(rule, seen, *steps[-1].switched.values(), steps[-1].where)
 
 
-def _training_mode(facts: Facts) -> Iterator[Finding]:
+def _training_mode(facts: Facts) -> Findings:
     calls = by_fields(facts.first(Mode), "loader")
     for (loader,), own in calls.items() if facts.first(Step) else ():
         if loader not in facts.training and all(call.mode == "train" for call in own):
@@ -383,7 +383,7 @@ def _training_mode(facts: Facts) -> Iterator[Finding]:
             yield facts.finding("training-mode", seen, own[0].where)
 
 
-def _outside(facts: Facts) -> Iterator[Finding]:
+def _outside(facts: Facts) -> Findings:
     for steps in _optimizers(facts):
         names = [name for name in steps[0].outside if all(name in step.outside for step in steps)]
         lost = [name for name in steps[0].without if all(name in step.without for step in steps)]
