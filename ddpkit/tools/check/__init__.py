@@ -123,8 +123,6 @@ def find_all(facts: Facts) -> list[Finding]:
     rules = [*_ALONE]
     if facts.is_distributed:
         rules += _OF_RANKS
-    if facts.is_distributed and not facts.deals_micro_batches:
-        rules += gradients.OF_EQUAL_BATCHES
     found = [finding for rule in rules for finding in rule(facts)]
     kinds = {finding.kind for finding in found}
     explained = {kind for cause in kinds for kind in _FOLLOW.get(cause, ())}
@@ -145,8 +143,8 @@ def _hold_parts(facts: Facts) -> bool:
     """Return whether the network is spread over the ranks in stages: tensors go from rank to rank in training."""
     if any(step.wrappers for step in facts.all(Step)):  # a DDP, of replicas
         return False
-    sending = [sent for sent in facts.of(Sent).values() if any(each.step for each in sent)]
-    return len(sending) > 1
+    sending = [any(each.step for each in sent) for sent in facts.of(Sent).values()]
+    return sum(sending) > 1
 
 
 _BAD_SCRIPT = 2

@@ -84,8 +84,9 @@ class Collectives:
         """Tell a mean of ddpkit without weight, which sends no tensor that shows it."""
         if op == "mean" and weight is None and current().is_main:
             leaves = [torch.as_tensor(leaf) for leaf in leaves_of(value).values()]
-            values = [float(leaf) for leaf in leaves if leaf.numel() == 1][:_SMALL]
-            self._tell(Collective("all_reduce", _name_of(group_of(peers)), stack(4), "AVG", values=values))
+            values = [float(leaf) for leaf in leaves if leaf.numel() == 1]
+            group = _name_of(group_of(peers))
+            self._tell(Collective("all_reduce", group, stack(4), "AVG", values=values[:_SMALL]))
 
     def _note_sent(self) -> None:
         """Tell once a step that a tensor goes from one rank to another."""
@@ -96,7 +97,8 @@ class Collectives:
     def _note_save(self, obj: Any, f: Any) -> None:
         path = getattr(f, "name", f)
         if isinstance(path, str | os.PathLike):
-            tell(File(os.path.realpath(path), stack(), list(small_hashes(obj))))
+            hashes = list(small_hashes(obj))
+            tell(File(os.path.realpath(path), stack(), hashes))
 
     def _observed(self, original: Function) -> Function:
         name = original.__name__
@@ -121,30 +123,32 @@ class Collectives:
     def _keep_sum(self, args: Any, kwargs: Any) -> None:
         """Keep the size of a sum; it may be of gradients."""
         tensor: Tensor = args[0] if args else kwargs["tensor"]
-        if tensor.is_floating_point() and _reduction(args, kwargs) == "SUM" and len(self.sums) < _MANY:
-            norm = float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64))
-            self.sums.append(observed.Sum(stack(4), tensor.numel(), norm**2, divides_by_ranks(4)))
+        is_sum = tensor.is_floating_point() and _reduction(args, kwargs) == "SUM"
+        if is_sum and len(self.sums) < _MANY:
+            square = square_of(tensor.detach())
+            self.sums.append(observed.Sum(stack(4), tensor.numel(), square, divides_by_ranks(4)))
 
     def _note(self, name: str, args: Any, kwargs: Any) -> None:
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        group = kwargs.get("group") or next((a for a in args if isinstance(a, dist.ProcessGroup)), None)
-        seen = Collective(name, _name_of(group), stack(4))
+        tensors = _given(Tensor, args, kwargs)
+        groups = _given(dist.ProcessGroup, args, kwargs)
+        seen = Collective(name, _name_of(groups[0] if groups else None), stack(4))
         if torch.is_grad_enabled() and current().step < _FIRST_STEPS:
             self.cut |= {id(p): seen.where for p in _parameters_behind(tensors)}
         if "reduce" in name:
             seen = seen._replace(reduction=_reduction(args, kwargs))
         for tensor in tensors[:1]:
-            seen = seen._replace(dtype=str(tensor.dtype).removeprefix("torch."), shape=list(tensor.shape))
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            seen = seen._replace(dtype=dtype, shape=list(tensor.shape))
             if tensor.numel() <= _SMALL and not tensor.is_meta:
-                seen = seen._replace(values=tensor.detach().reshape(-1).to("cpu").tolist())
+                values = tensor.detach().reshape(-1).to("cpu")
+                seen = seen._replace(values=values.tolist())
             if tensor.numel():
                 seen = seen._replace(trained=self.trained.get(tensor.data_ptr()))
         self._tell(seen)
 
     def _tell(self, seen: Collective) -> None:
-        samples = self.modules.samples
-        seen = seen._replace(samples=samples, divides=divides_by_ranks(), averages=self.ending.accumulates)
-        tell(seen)
+        seen = seen._replace(samples=self.modules.samples, averages=self.ending.accumulates)
+        tell(seen._replace(divides=divides_by_ranks()))
 
 
 def _parameters_behind(tensors: list[Tensor]) -> Iterator[Tensor]:
@@ -164,9 +168,19 @@ def _parameters_behind(tensors: list[Tensor]) -> Iterator[Tensor]:
             yield node.variable
 
 
+def _given(kind: Any, args: Any, kwargs: Any) -> list[Any]:
+    """List the arguments of one type."""
+    return [value for value in (*args, *kwargs.values()) if isinstance(value, kind)]
+
+
 def _reduction(args: Any, kwargs: Any) -> str:
-    given = kwargs.get("op") or next((a for a in args if isinstance(a, dist.ReduceOp.RedOpType)), "SUM")
-    return str(given).rpartition(".")[2]
+    given = [kwargs.get("op"), *_given(dist.ReduceOp.RedOpType, args, {}), "SUM"]
+    return str(next(filter(None, given))).rpartition(".")[2]
+
+
+def square_of(tensor: Tensor) -> float:
+    """Add up the squares of a tensor's elements."""
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
 
 
 def _name_of(group: Any) -> str:
@@ -189,16 +203,22 @@ def tell_values() -> None:
 def _uneven_epochs(facts: Facts) -> Findings:
     """Find a loader from which the ranks train with different numbers of batches."""
     planned = [row for row in facts.epochs if not any(epoch.bounded for epoch in row)]
-    ended = [row for row in facts.rows(EpochEnd, "loader", "number") if not any(end.cut for end in row)]
-    rows: list[Sequence[Epoch | EpochEnd]] = [*planned, *ended]
+    ends = facts.rows(EpochEnd, "loader", "number")
+    whole = [row for row in ends if not any(end.cut for end in row)]
+    rows: list[Sequence[Epoch | EpochEnd]] = [*planned, *whole]
     for row in rows:
         loader = row[0].loader
         batches = [each.batches for each in row]
         if loader in facts.training and None not in batches and not all_equal(batches):
             epoch = next(epoch for epoch in facts.first(Epoch) if epoch.loader == loader)
-            evidence = f"{facts.who} have {joined(batches)} batches in an epoch"
-            lines = [epoch.lines, epoch.sampler_made, epoch.made, epoch.where]
-            yield facts.finding("batches-differ", evidence, *lines)
+            yield facts.finding(
+                "batches-differ",
+                f"{facts.who} have {joined(batches)} batches in an epoch",
+                epoch.lines,
+                epoch.sampler_made,
+                epoch.made,
+                epoch.where,
+            )
 
 
 def _skipping(facts: Facts) -> Findings:
@@ -265,7 +285,8 @@ def _find_loop(facts: Facts, parted: Parting) -> tuple[str, Place] | None:
     """Find the loop that one rank has left and another goes on with: the rule, and the line."""
     entered = facts.of(Collective)
     one, other = parted.entered
-    for running, left, rank in ((one, other, parted.ranks[1]), (other, one, parted.ranks[0])):
+    one_rank, other_rank = parted.ranks
+    for running, left, rank in ((one, other, other_rank), (other, one, one_rank)):
         before_it = listed(*(seen.where for seen in entered[rank]))
         for line in running.where if running else []:
             for loop in reversed(loops_around(line)):
@@ -301,16 +322,20 @@ def same_files(facts: Facts) -> Findings:
     for path in by_fields(facts.all(File), "path"):
         ranks = [rank for rank, files in saved.items() if path in files]
         if len(ranks) > 1:
-            evidence = f"{say_ranks(ranks)} write {os.path.basename(path[0])}"
-            yield facts.finding("same-file", evidence, saved[ranks[0]][path][0].where, ranks=ranks)
+            first = saved[ranks[0]][path][0]
+            evidence = f"{say_ranks(ranks)} write {os.path.basename(first.path)}"
+            yield facts.finding("same-file", evidence, first.where, ranks=ranks)
 
 
 def own_values(facts: Facts) -> Findings:
     """Find values that one rank alone saves, and that differed between ranks from the first step on."""
     writers = [rank for rank, files in facts.of(File).items() if files]
+    if len(writers) != 1:
+        return
     saved = {hashed: file.where for file in facts.all(File) for hashed in file.hashes}
-    for row in facts.rows(Value, "name") if len(writers) == 1 else ():
-        where = saved.get(row[facts.ranks.index(writers[0])].hash)
+    position = facts.ranks.index(writers[0])
+    for row in facts.rows(Value, "name"):
+        where = saved.get(row[position].hash)
         if where and not agree(row, "hash"):
             evidence = f"`{row[0].name}` differs between {facts.who}, and rank {writers[0]} saves its own"
             yield facts.finding("own-values-saved", evidence, where)

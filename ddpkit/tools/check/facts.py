@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -185,6 +185,17 @@ def all_equal(values: Sequence[Any]) -> bool:
 def agree(records: Sequence[Any], field: str) -> bool:
     """Return whether a field is equal in all records."""
     return all_equal([getattr(record, field) for record in records])
+
+
+def common(records: Sequence[Any], field: str) -> list[str]:
+    """List the keys that a dict has in all records."""
+    tables = [getattr(record, field) for record in records]
+    return [key for key in tables[0] if all(key in table for table in tables)]
+
+
+def differing(tables: Sequence[dict[str, Any]], keys: Iterable[str]) -> list[str]:
+    """List the keys whose values are not equal in all tables."""
+    return [key for key in keys if not all_equal([table.get(key) for table in tables])]
 
 
 def joined(values: Sequence[Any], form: str = "") -> str:

@@ -14,6 +14,8 @@ from .facts import (
     agree,
     all_equal,
     by_fields,
+    common,
+    differing,
     first_of,
     in_function_of,
     joined,
@@ -93,9 +95,12 @@ def _has_one_shape(told: list[Optimized], name: str) -> bool:
 
 
 def _compare(steps: list[Step], names: list[str]) -> _Row:
-    different = [name for name in names if not all_equal([step.parameters.get(name) for step in steps])]
-    gradients = {name: _difference([step.gradients.get(name) for step in steps]) for name in names}
-    return _Row(steps, different, {name: found for name, found in gradients.items() if found > _ROUNDING})
+    gradients = {}
+    for name in names:
+        difference = _difference([step.gradients.get(name) for step in steps])
+        if difference > _ROUNDING:
+            gradients[name] = difference
+    return _Row(steps, differing([step.parameters for step in steps], names), gradients)
 
 
 def _difference(gradients: Sequence[Gradient | None]) -> float:
@@ -120,7 +125,7 @@ def _reduced(facts: Facts, optimizer: int) -> set[str]:
     return {name for number, name in trained if number == optimizer}
 
 
-def unaveraged(facts: Facts) -> Findings:
+def _unaveraged(facts: Facts) -> Findings:
     """Find the first step of each optimizer at which gradients differ."""
     for optimizer in _optimizers(facts):
         for row in optimizer.rows:
@@ -154,14 +159,14 @@ def _wrapper_of(parameter: Parameter, step: Step) -> Averaging | None:
     return next((wrapper for wrapper in step.wrappers if wrapper.made == parameter.ddp), None)
 
 
-def without_gradients(facts: Facts) -> Findings:
+def _without_gradients(facts: Facts) -> Findings:
     """Find trainable parameters that never get a gradient."""
     for optimizer in _optimizers(facts):
-        steps = [step for row in optimizer.rows for step in row.steps]
         if len(optimizer.rows) < _SOME_STEPS:
             continue
+        steps = [step for row in optimizer.rows for step in row.steps]
         last = optimizer.rows[-1].steps[0]
-        names = [name for name in optimizer.parameters if all(name in step.without for step in steps)]
+        names = common(steps, "without")
         lost = [name for name in names if steps[-1].without[name]]
         skipping = [wrapper.made for wrapper in last.wrappers if wrapper.skips]
         names = lost or [name for name in names if optimizer.parameters[name].ddp not in skipping]
@@ -176,7 +181,7 @@ def without_gradients(facts: Facts) -> Findings:
 # Find replicas that differ at the first step, or later although gradients were equal.
 
 
-def different_at_start(facts: Facts) -> Findings:
+def _different_at_start(facts: Facts) -> Findings:
     """Find parameters that differ before the first step, and fixed networks that differ."""
     for optimizer in _optimizers(facts):
         for row in optimizer.rows[:1]:
@@ -197,7 +202,7 @@ def _started_different(facts: Facts, names: list[str], made: Stack, optimizer: S
     return facts.finding("replicas-differ-at-start", evidence, *lines)
 
 
-def different_states(facts: Facts) -> Findings:
+def _different_states(facts: Facts) -> Findings:
     """Find optimizers whose states differ before a step."""
     for steps in facts.steps:
         first = steps[0]
@@ -214,7 +219,7 @@ def different_states(facts: Facts) -> Findings:
         yield facts.finding("states-differ", evidence, condition, loaded, by_hand, first.where)
 
 
-def drifting(facts: Facts) -> Findings:
+def _drifting(facts: Facts) -> Findings:
     """Find parameters that are equal at one step and differ at a later one."""
     for optimizer in _optimizers(facts):
         for row in optimizer.rows[1:]:
@@ -224,7 +229,7 @@ def drifting(facts: Facts) -> Findings:
                 yield facts.finding("weights-drift", f"{name_some(names)}: {seen}", optimizer.rows[0].steps[0].where)
 
 
-def different_buffers(facts: Facts) -> Findings:
+def _different_buffers(facts: Facts) -> Findings:
     """Find running statistics that differ and that nobody sends out."""
     by_hand = _reduced(facts, -1)
     for steps in facts.steps:
@@ -234,8 +239,7 @@ def different_buffers(facts: Facts) -> Findings:
             is_sent = buffers.sent or _become_equal(facts.steps, network)
             if first.number == 1 or {} in hashes or all_equal(hashes) or is_sent:
                 continue
-            names = [name for name in hashes[0] if not all_equal([each.get(name) for each in hashes])]
-            names = [name for name in names if f"{network}.{name}" not in by_hand]
+            names = [name for name in differing(hashes, hashes[0]) if f"{network}.{name}" not in by_hand]
             if names:
                 evidence = f"buffer {name_some(names)}: different on {facts.who} at step {first.number}"
                 severity = "wrong" if buffers.trained else "suspicious"
@@ -302,7 +306,7 @@ def near(one: float, other: float) -> bool:
     return abs(one - other) <= _EXACT * max(abs(one), abs(other))
 
 
-def uneven_means(facts: Facts) -> Findings:
+def _uneven_means(facts: Facts) -> Findings:
     """Find means over different numbers of samples that count as equals in one step."""
     for steps in facts.steps:
         first = steps[0]
@@ -327,7 +331,7 @@ def _may_be_uneven(losses: list[Loss], passes: int, step: Step) -> bool:
     return passes > len(step.position)  # else each is from a loader of its own
 
 
-def divided_by_all(facts: Facts) -> Findings:
+def _divided_by_all(facts: Facts) -> Findings:
     """Find sums that are divided by the count of all ranks, and then averaged over ranks."""
     first = [steps[0] for steps in facts.steps]
     if len(first) < _SOME_STEPS or not all(step.losses and step.wrappers and not step.summed for step in first):
@@ -352,7 +356,7 @@ def divided_by_all(facts: Facts) -> Findings:
         yield facts.finding("divided-by-all", evidence, where, severity=severity)
 
 
-def summed_gradients(facts: Facts) -> Findings:
+def _summed_gradients(facts: Facts) -> Findings:
     """Find gradients that are added up over ranks, and never divided."""
     for steps in facts.steps:
         first = steps[0]
@@ -380,7 +384,7 @@ def _counts_travel(facts: Facts) -> bool:
     return any(isinstance(value, int) or (value > 1 and value.is_integer()) for value in values)
 
 
-def mean_of_means(facts: Facts) -> Findings:
+def _mean_of_means(facts: Facts) -> Findings:
     """Find metrics that are means of the ranks' means over uneven shares."""
     for row in facts.collectives:
         if not _is_mean_of_means(facts, row):
@@ -423,11 +427,17 @@ def _carries_counts(facts: Facts, row: list[Collective]) -> bool:
     return False
 
 
-ALONE = (without_gradients,)
+def _wrong_divisors(facts: Facts) -> Findings:
+    if not facts.deals_micro_batches:
+        yield from first_of(_uneven_means, _divided_by_all)(facts)
+        yield from first_of(_summed_gradients)(facts)
+
+
+ALONE = (_without_gradients,)
 RULES = (
-    unaveraged,
-    first_of(different_at_start, different_states, drifting),
-    first_of(different_buffers),
-    first_of(mean_of_means),
+    _unaveraged,
+    first_of(_different_at_start, _different_states, _drifting),
+    first_of(_different_buffers),
+    _wrong_divisors,
+    first_of(_mean_of_means),
 )
-OF_EQUAL_BATCHES = (first_of(uneven_means, divided_by_all), first_of(summed_gradients))

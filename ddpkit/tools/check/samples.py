@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import islice, pairwise
+from itertools import islice, pairwise, takewhile
 
 from .facts import Facts, Finding, Findings, Lines, agree, all_equal, by_fields, first_of
 from .observed import Batch, Epoch, EpochEnd, EpochSet, Optimized, Step
@@ -31,8 +31,7 @@ def _examine(facts: Facts, row: list[Epoch]) -> Findings:
     trains = epoch.loader in facts.training
     contents = []  # what each rank's batches held, as hashes
     for batches in facts.of(Batch).values():
-        own = by_fields(batches, "loader", "number").get((epoch.loader, epoch.number), [])
-        contents.append([batch.content for batch in own])
+        contents.append([batch.content for batch in batches if batch[:2] == epoch[:2]])
     if trains:
         yield from _same(facts, row, contents)
     if epoch.iterable:
@@ -45,9 +44,8 @@ def _same(facts: Facts, row: list[Epoch], contents: list[list[int]]) -> Findings
     """Find ranks that train on the same samples."""
     epoch = row[0]
     number = min(map(len, contents))
-    equal = 0
-    while equal < number and contents[0][equal] and all_equal([batches[equal] for batches in contents]):
-        equal += 1
+    batches = zip(*contents, strict=False)  # of all ranks, one after the other
+    equal = len(list(takewhile(lambda hashes: hashes[0] and all_equal(hashes), batches)))
     if not equal or equal < min(number, _COMPARED):
         return
     seeds = seeding(facts, "random", "numpy", "torch")
@@ -96,15 +94,16 @@ def _equal_inputs(facts: Facts) -> Findings:
 def _examine_plans(facts: Facts, row: list[Epoch], trains: bool) -> Findings:
     epoch = row[0]
     plans = [each.plan or [] for each in row]
-    if any(each.replaces for each in row) or any(len(set(plan)) < len(plan) for plan in plans):
-        return  # a sample comes again on one rank: they are drawn with replacement
+    has_repeated = [len(set(plan)) < len(plan) for plan in plans]
+    if any(has_repeated) or any(each.replaces for each in row):
+        return  # samples are drawn with replacement
     if not agree(row, "dataset"):
         if trains and agree(row, "contents"):
             evidence = f"{facts.who} hold the same samples in different orders, and share out indices"
             yield _about_sampler("order-differs", facts, epoch, evidence, seeding(facts, "shuffle"))
         return
-    parts: list[set[int]] = [set(range(each.total) if each.expected is None else each.expected) for each in row]
-    if not all_equal(parts) and set.intersection(*parts):
+    parts = [_expected(each) for each in row]
+    if not all_equal(parts) and parts[0].intersection(*parts):
         if trains:
             yield _differently_split(facts, epoch, parts)
         return
@@ -116,7 +115,7 @@ def _examine_plans(facts: Facts, row: list[Epoch], trains: bool) -> Findings:
             yield _about_sampler("all-samples-on-each", facts, epoch, evidence)
         return
     number = sum(map(len, plans))
-    dealt = set().union(*plans)
+    dealt = _dealt(row)
     missing = len(expected - dealt)
     extra = number - len(dealt)
     batch = epoch.batch_size * facts.world_size
@@ -131,10 +130,22 @@ def _examine_plans(facts: Facts, row: list[Epoch], trains: bool) -> Findings:
         yield _about_sampler("shuffle-differs", facts, epoch, evidence)
 
 
+def _expected(epoch: Epoch) -> set[int]:
+    """Return the samples that a rank's loader has."""
+    if epoch.expected is None:
+        return set(range(epoch.total))
+    return set(epoch.expected)
+
+
+def _dealt(row: list[Epoch]) -> set[int]:
+    """Return the samples that any rank gets."""
+    return set().union(*(each.plan or [] for each in row))
+
+
 def _missing(facts: Facts, epoch: Epoch, expected: set[int], may_drop: int) -> Findings:
     """Find samples that no rank gets in any epoch that was seen, where each deals the same ones."""
     rows = [row for row in facts.epochs if row[0].loader == epoch.loader]
-    dealt = [{index for each in row for index in each.plan or ()} for row in rows]
+    dealt = list(map(_dealt, rows))
     missing = len(expected - dealt[0])
     is_shuffled = any(row[0].plan != epoch.plan for row in rows)
     is_part = not all_equal(dealt) and epoch.sampler != "DistributedSampler"
@@ -176,11 +187,12 @@ def _same_orders(facts: Facts) -> Findings:
     """Find loaders that deal the same order in each epoch, because nobody calls `set_epoch`."""
     for epochs in _epochs_of_lines(facts):
         first = epochs[0]
-        is_shuffled = first.plan and first.plan != sorted(first.plan)
+        plan = first.plan or []
+        is_shuffled = plan != sorted(plan)
         if not first.has_epoch or not is_shuffled or len(epochs) < 2 or not agree(epochs, "plan"):
             continue
-        seen = f"{len(epochs)} epochs have the same order of the {len(first.plan or ())} samples of rank 0"
-        calls = by_fields(facts.first(EpochSet), "sampler").get((first.sampler,), [])
+        seen = f"{len(epochs)} epochs have the same order of the {len(plan)} samples of rank 0"
+        calls = [each for each in facts.first(EpochSet) if each.sampler == first.sampler]
         rule, how, lines = "epoch-not-set", "is not called", first.where
         if calls and agree(calls, "epoch"):
             rule, how, lines = "epoch-constant", f"gets {calls[0].epoch} each time", calls[0].where
@@ -206,16 +218,19 @@ def _epochs_of_lines(facts: Facts) -> Iterator[list[Epoch]]:
 def _validated_in_training(facts: Facts) -> Findings:
     """Find an evaluation on a part of the training samples, if there is none on others."""
     known: dict[str, Epoch] = {}
-    used: dict[str, set[tuple[int, int]]] = {}
+    trained: set[tuple[int, int]] = set()  # a dataset, and an index
+    others: dict[str, set[tuple[int, int]]] = {}
     for epoch in facts.all(Epoch):
-        first = known.setdefault(epoch.loader, epoch)
-        used.setdefault(epoch.loader, set()).update((first.base, index) for index in epoch.plan or ())
-    trained = {sample for loader in facts.training for sample in used.get(loader, ())}
-    others = {loader: samples for loader, samples in used.items() if loader not in facts.training and samples}
-    are_parts = all(not trained.isdisjoint(samples) and not trained <= samples for samples in others.values())
-    if len(facts.first(Optimized)) > 1 or not are_parts:  # the optimizers are perhaps of folds
-        return
-    for loader, samples in others.items():
+        base = known.setdefault(epoch.loader, epoch).base
+        samples = {(base, index) for index in epoch.plan or ()}
+        if epoch.loader in facts.training:
+            trained |= samples
+        elif samples:
+            others.setdefault(epoch.loader, set()).update(samples)
+    for samples in others.values():
+        if trained.isdisjoint(samples) or trained <= samples:
+            return
+    for loader, samples in others.items() if len(facts.first(Optimized)) < 2 else ():  # else perhaps of folds
         evidence = f"{len(trained & samples)} of the {len(samples)} samples of this loader are trained on"
         yield facts.finding("validation-seen", evidence, known[loader].made, known[loader].split)
 

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.utils.data._utils import worker
 
-_DDPKIT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+_CHECK = os.path.dirname(__file__)
+_DDPKIT = os.path.dirname(os.path.dirname(_CHECK))
 _FOLDERS = (sysconfig.get_path("stdlib"), os.path.dirname(torch.__file__), _DDPKIT)
 _FOREIGN = tuple(os.path.realpath(folder) + os.sep for folder in _FOLDERS)
 _PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_RUNNERS = (os.path.join(os.path.dirname(__file__), "__init__.py"), worker.__file__)  # of the script, and of datasets
+_RUNNERS = (os.path.join(_CHECK, "__init__.py"), worker.__file__)  # of the script, and of datasets
 _DEEPEST = 8  # lines of a stack that are recorded
 _OF_RANK = ("rank", "is_main", "master", "is_local_main", "process_index", "is_global_zero")
 _OF_RANKS = ("world", "ranks", "num_processes", "nproc", "gpus", "replicas")  # in names of the number of ranks
@@ -162,7 +163,8 @@ def is_inside(statement: ast.stmt | ast.expr, line: int) -> bool:
 def _enclosing(place: Place) -> list[ast.stmt]:
     """List the statements that a line is in, the outermost first."""
     statements = _nodes(_syntax_of(place.file), ast.stmt)
-    return sorted((node for node in statements if is_inside(node, place.line)), key=lambda node: node.lineno)
+    around = [node for node in statements if is_inside(node, place.line)]
+    return sorted(around, key=lambda node: node.lineno)
 
 
 def _around(place: Place) -> list[ast.stmt]:
@@ -203,8 +205,11 @@ def is_shared_out(place: Place) -> bool:
             of_rank |= names
         if node is around[-1]:
             drawn = names
-    slices = [node for node in _nodes(tree, ast.Subscript) if _is_of_rank(node.slice, of_rank)]
-    return any(is_inside(around[-1], node.lineno) or _names_in(node.value) & drawn for node in slices)
+    for part in _nodes(tree, ast.Subscript):
+        is_drawn = is_inside(around[-1], part.lineno) or _names_in(part.value) & drawn
+        if is_drawn and _is_of_rank(part.slice, of_rank):
+            return True
+    return False
 
 
 def _is_of_rank(node: ast.AST, names: set[str]) -> bool:
@@ -246,8 +251,8 @@ def skipping_lines(stack: Stack) -> Stack:
     """List the `if`s by which the innermost running loop leaves out a batch."""
     for place in stack:
         for loop in reversed(loops_around(place)):
-            skipping = [node for node in _nodes(loop, ast.If) if _has(node.body, ast.Continue)]
-            return [place._replace(line=node.lineno) for node in skipping]
+            lines = [node.lineno for node in _nodes(loop, ast.If) if _has(node.body, ast.Continue)]
+            return [place._replace(line=line) for line in lines]
     return []
 
 
@@ -268,10 +273,13 @@ def setting_lines(stack: Stack, key: str) -> Stack:
 
 def calls_method(place: Place, method: str) -> bool:
     """Return whether the file of a line calls a method of what that line assigns."""
-    assigned = [node for node in _enclosing(place) if isinstance(node, ast.Assign)]
-    names = [ast.unparse(target).rpartition(".")[2] for node in assigned for target in node.targets]
     calls = [ast.unparse(node.func) for node in _nodes(_syntax_of(place.file), ast.Call)]
-    return any(f".{call}".endswith(f".{name}.{method}") for name in names for call in calls)
+    for node in _enclosing(place):
+        for target in getattr(node, "targets", []):
+            name = ast.unparse(target).rpartition(".")[2]
+            if any(f".{call}".endswith(f".{name}.{method}") for call in calls):
+                return True
+    return False
 
 
 # Look for divisions by the number of ranks.
@@ -298,11 +306,12 @@ def _nodes_of(code: CodeType) -> list[ast.AST]:
     """List the nodes of a function, or those of a file outside of any."""
     tree = _syntax_of(code.co_filename)
     if code.co_name == "<module>":
-        body = [statement for statement in tree.body if not isinstance(statement, ast.FunctionDef | ast.ClassDef)]
+        body = [each for each in tree.body if not isinstance(each, ast.FunctionDef | ast.ClassDef)]
         return [node for statement in body for node in ast.walk(statement)]
     for function in _nodes(tree, ast.FunctionDef):
         begin = function.lineno - len(function.decorator_list)
-        if function.name == code.co_name and begin <= code.co_firstlineno <= function.body[0].lineno:
+        is_there = begin <= code.co_firstlineno <= function.body[0].lineno
+        if is_there and function.name == code.co_name:
             return list(ast.walk(function))
     return []
 
@@ -370,13 +379,13 @@ def is_bounded() -> bool:
 
 def _counts_rounds(loop: ast.For) -> bool:
     """Find `zip(range(n), loader)`, `islice(loader, n)`, and `if i == n: break` within the loop."""
-    if any(_called(node) in ("range", "islice") for node in ast.walk(loop.iter)):
+    calls = [_called(node) for node in ast.walk(loop.iter)]
+    if "range" in calls or "islice" in calls:
         return True
     counters = _names_in(loop.target)
     for statement in _nodes(loop, ast.If):
-        if not isinstance(statement.test, ast.Compare) or not _has(statement.body, ast.Break):
-            continue
-        if _names_in(statement.test.left) & counters:
+        test = statement.test
+        if isinstance(test, ast.Compare) and _has(statement.body, ast.Break) and _names_in(test.left) & counters:
             return True
     return False
 
@@ -404,7 +413,8 @@ def _length_of_range(loop: ast.expr, frame: FrameType) -> int | None:
     if not parts or not all(isinstance(part, _PLAIN) for part in parts):
         return None
     try:
-        return len(eval(ast.unparse(ranges[0]), frame.f_globals, dict(frame.f_locals)))
+        found = eval(ast.unparse(ranges[0]), frame.f_globals, dict(frame.f_locals))
+        return len(found)
     except Exception:  # outside of its class a private name has another one
         return None
 
@@ -414,6 +424,8 @@ def awaits_stop_iteration() -> bool:
     frames = list(own_frames())
     if not frames or any("StopIteration" in _text_of(frame.f_code.co_filename) for frame in frames):
         return True
-    calls = _nodes(_syntax_of(frames[0].f_code.co_filename), ast.Call)
-    without_default = [call for call in calls if _called(call) == "next" and len(call.args) == 1]
-    return not any(is_inside(call, frames[0].f_lineno) for call in without_default)
+    for call in _nodes(_syntax_of(frames[0].f_code.co_filename), ast.Call):
+        has_no_default = _called(call) == "next" and len(call.args) == 1
+        if has_no_default and is_inside(call, frames[0].f_lineno):
+            return False
+    return True

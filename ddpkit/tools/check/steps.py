@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from inspect import getclosurevars
 from types import FunctionType
@@ -15,7 +16,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..recorder import Function, after, before, current, guarded, hash_of, parameters_of, replace, sample, whole
-from .collectives import Collectives, tell_values
+from .collectives import Collectives, square_of, tell_values
 from .loaders import Ending, Samples
 from .modules import Modules, roots, variables
 from .observed import Buffers, Fixed, Gradient, Loss, Optimized, Parameter, Plateau, Schedule, Step, Sum, tell
@@ -212,15 +213,23 @@ class Steps:
     @torch.no_grad()
     def _record(self, optimizer: Optimizer, known: Known) -> None:
         parameters = parameters_of(optimizer)
-        if list(map(id, parameters)) != list(map(id, known.named.values())):
+        identities = list(map(id, parameters))
+        if identities != list(map(id, known.named.values())):
             known.named = dict(zip(_names_of(parameters), parameters, strict=True))
             self._introduce(known)
-        whole_ones = {name: plain for name, p in known.named.items() if (plain := whole(p)) is not None}
-        for name, plain in whole_ones.items():
-            self.collectives.trained[plain.data_ptr()] = (known.number, name)
         if current().step == 1:
             tell_values()
-        gradients = {name: g for name in whole_ones if (g := _whole_gradient(known.named[name])) is not None}
+        hashes = {}
+        gradients = {}
+        for name, p in known.named.items():
+            plain = whole(p)
+            if plain is None:
+                continue
+            self.collectives.trained[plain.data_ptr()] = (known.number, name)
+            hashes[name] = hash_of(plain)
+            gradient = whole(p.grad) if p.grad is not None and not p.grad.is_sparse else None
+            if gradient is not None:
+                gradients[name] = gradient
         summed = self._summed(list(gradients.values()))
         step = Step(
             optimizer=known.number,
@@ -230,7 +239,7 @@ class Steps:
             class_name=type(optimizer).__name__,
             joined=dist.is_initialized(),
             position=self.samples.position(),
-            parameters={name: hash_of(p) for name, p in whole_ones.items()},
+            parameters=hashes,
             gradients={name: Gradient(hash_of(g), sample(g)) for name, g in gradients.items()},
             without=self._without_gradient(known),
             outside=self.loop.outside(optimizer),
@@ -269,18 +278,22 @@ class Steps:
 
     def _without_gradient(self, known: Known) -> dict[str, Stack]:
         """Name the parameters without a gradient, and where a collective got what they compute, if one did."""
-        without = {name: id(p) for name, p in known.named.items() if p.requires_grad and p.grad is None}
-        return {name: self.collectives.cut.get(identity, []) for name, identity in without.items()}
+        without = {}
+        for name, p in known.named.items():
+            if p.requires_grad and p.grad is None:
+                without[name] = self.collectives.cut.get(id(p), [])
+        return without
 
     def _summed(self, gradients: list[Tensor]) -> Sum | None:
         """Compare the gradients with the sums that were reduced before this step, if these are of as many numbers."""
         sums = self.collectives.sums
         self.collectives.sums = []
-        if not sums or sum(each.numel for each in sums) != sum(g.numel() for g in gradients):
+        elements = sum(each.numel for each in sums)
+        if not sums or elements != sum(g.numel() for g in gradients):
             return None
-        square = sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in gradients)
-        ratio = (sum(each.square for each in sums) / square) ** 0.5 if square else 0.0
-        return sums[0]._replace(ratio=ratio)
+        square = sum(map(square_of, gradients))
+        summed = sum(each.square for each in sums)
+        return sums[0]._replace(ratio=math.sqrt(summed / square) if square else 0.0)
 
     def _introduce(self, known: Known) -> None:
         """Tell the names of an optimiser's parameters, and where they come from."""
@@ -347,13 +360,6 @@ def _total(schedule: Any) -> int:
 def _has_closure(args: Any, kwargs: Any) -> bool:
     """Return whether an optimizer computes its gradients itself, during its step."""
     return any(given is not None for given in (*args[1:], kwargs.get("closure")))
-
-
-def _whole_gradient(parameter: Tensor) -> Tensor | None:
-    gradient = parameter.grad
-    if gradient is None or whole(parameter) is None or gradient.is_sparse:
-        return None
-    return whole(gradient)
 
 
 def _state_of(optimizer: Optimizer, known: Known) -> dict[str, int]:

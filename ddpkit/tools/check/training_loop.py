@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from ..recorder import Function, after, before, current, guarded, hash_of, parameters_of, replace
-from .facts import Facts, Findings, agree, by_fields, name_some
+from .facts import Facts, Findings, agree, by_fields, common, name_some
 from .gradients import by_backward, by_line, near
 from .modules import Modules
 from .observed import Clip, Epoch, EpochEnd, Evaluated, Event, Loss, Mistake, Mode, Optimized, Position, Step, tell
@@ -23,7 +23,6 @@ from .source import Stack, calls_method, stack
 
 _MANY = 64  # events that are kept between two steps of an optimizer
 _SEVERAL = 3  # steps or calls, all of which must show a mistake
-_NOWHERE = Position("", 0, 0)
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout")
 
 
@@ -99,35 +98,37 @@ class TrainingLoop:
 
     def outside(self, optimizer: Optimizer) -> dict[str, Stack]:
         """Describe the parameters of an optimizer's networks that have a gradient and are in no optimizer."""
-        own = _parameter_ids(optimizer)
-        known = self.parameters() | own
+        known = self.parameters()
         found = {}
-        for network, _ in self.modules.networks:
-            parameters = dict(network.named_parameters())
-            if own.isdisjoint(map(id, parameters.values())):
-                continue
-            for name, parameter in parameters.items():
-                if parameter.requires_grad and id(parameter) not in known and _has_gradient([parameter]):
-                    found[name.removeprefix("module.")] = self.modules.made(parameter)
+        for network, _ in self._networks_of(optimizer):
+            for name, p in network.named_parameters():
+                if p.requires_grad and id(p) not in known and _has_gradient([p]):
+                    found[name.removeprefix("module.")] = self.modules.made(p)
         return found
 
     def evaluated(self) -> list[Evaluated]:
         """Describe networks that were evaluated since the last step, are in no optimizer, and resemble one that is."""
         known = self.parameters()
-        trained = [[p.shape for p in network.parameters()] for network, _ in self.modules.networks]
+        trained = [_shapes_of(network) for network, _ in self.modules.networks]
         found = []
         for network, (loader, where) in self.modules.evaluated.items():
             parameters = list(network.parameters())
-            is_copy = known.isdisjoint(map(id, parameters)) and [p.shape for p in parameters] in trained
-            if is_copy and parameters:
-                found.append(Evaluated(id(network), [hash_of(p) for p in parameters], loader, where))
+            is_alike = bool(parameters) and _shapes_of(network) in trained
+            if is_alike and known.isdisjoint(_ids(parameters)):
+                hashes = list(map(hash_of, parameters))
+                found.append(Evaluated(id(network), hashes, loader, where))
         return found
 
     def modes(self, optimizer: Optimizer) -> list[str]:
         """List the modes in which an optimizer's networks have computed gradients since the last step."""
+        return sorted({mode for _, mode in self._networks_of(optimizer) if mode})
+
+    def _networks_of(self, optimizer: Optimizer) -> Iterator[tuple[nn.Module, str]]:
+        """Yield the networks that have parameters of an optimizer, and their modes."""
         own = _parameter_ids(optimizer)
-        networks = self.modules.networks
-        return sorted({mode for network, mode in networks if mode and not own.isdisjoint(_ids(network.parameters()))})
+        for network, mode in self.modules.networks:
+            if not own.isdisjoint(_ids(network.parameters())):
+                yield network, mode
 
     def _note_made(self, optimizer: Optimizer) -> None:
         self.known(optimizer).made = stack()
@@ -169,8 +170,8 @@ class TrainingLoop:
         mistakes = {}
         if self._unscaled is not None and self._unscaled.isdisjoint(map(id, owners)):
             mistakes["clips-scaled"] = "the clipped gradients are still scaled each time"
-        last = [event.kind for owner in owners for event in self.known(owner).events[-1:]]
-        if "backward" not in last:
+        events = [self.known(owner).events for owner in owners]
+        if not any(each[-1].kind == "backward" for each in events if each):
             mistakes["clips-nothing"] = "each time, the gradients are clipped after the step that used them"
         tell(Clip(stack(2), mistakes))
 
@@ -197,8 +198,8 @@ class TrainingLoop:
             self._mistake("dropout-without-mode", "a network in evaluation mode calls it without `training=`")
 
     def _load(self, module: nn.Module, state_dict: Any) -> None:
-        own = {tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers())}
-        loaded = {tensor.data_ptr() for tensor in state_dict.values() if isinstance(tensor, Tensor)}
+        own = _addresses((*module.parameters(), *module.buffers()))
+        loaded = _addresses(state_dict.values())
         if current().step and loaded and loaded <= own:
             self._mistake("loads-itself", "it gets the module's own tensors")
 
@@ -210,12 +211,20 @@ class TrainingLoop:
             tell(Mistake(rule, evidence, where))
 
 
+def _addresses(values: Iterable[Any]) -> set[int]:
+    return {value.data_ptr() for value in values if isinstance(value, Tensor)}
+
+
 def _ids(tensors: Iterable[Tensor]) -> set[int]:
     return set(map(id, tensors))
 
 
 def _parameter_ids(optimizer: Optimizer) -> set[int]:
     return _ids(parameters_of(optimizer))
+
+
+def _shapes_of(network: nn.Module) -> list[torch.Size]:
+    return [p.shape for p in network.parameters()]
 
 
 def _has_gradient(parameters: list[Tensor]) -> bool:
@@ -241,13 +250,13 @@ def _told(facts: Facts) -> Findings:
         yield facts.finding(mistake.rule, mistake.evidence, mistake.where)
     losses = by_line(loss for step in facts.first(Step) for loss in step.losses)
     clips = by_line(facts.first(Clip))
-    of_lines: list[Sequence[Loss | Clip | Step]] = [losses[line] for line in losses if line]
-    of_lines += [clips[line] for line in clips if line and len(clips[line]) >= _SEVERAL]
-    last_steps = [steps[-_SEVERAL:] for steps in _optimizers(facts)]
-    for records in [*of_lines, *last_steps]:
-        for rule, evidence in records[0].mistakes.items():
-            if all(rule in record.mistakes for record in records):
-                yield facts.finding(rule, evidence, records[0].where)
+    several = [same for same in clips.values() if len(same) >= _SEVERAL]
+    last = [steps[-_SEVERAL:] for steps in _optimizers(facts)]
+    together: list[Sequence[Loss | Clip | Step]] = [*losses.values(), *several, *last]
+    for records in together:
+        first = records[0]
+        for rule in common(records, "mistakes") if first.where else ():
+            yield facts.finding(rule, first.mistakes[rule], first.where)
 
 
 def _zeroing(facts: Facts) -> Findings:
@@ -257,12 +266,13 @@ def _zeroing(facts: Facts) -> Findings:
         if len(thrown) >= _SEVERAL and 2 * len(thrown) >= len(steps):
             seen = f"in {len(thrown)} of {len(steps)} steps gradients of an earlier micro-batch were thrown away"
             yield facts.finding("discards-micro-batches", seen, *thrown[0])
+        where = steps[0].where
         if all(len(each) > 1 and each[-1].kind == "zeroed" for each in events):
             seen = f"before each of {len(steps)} steps the gradients were set to zero"
-            yield facts.finding("zeroed-before-step", seen, events[0][-1].where, steps[0].where)
+            yield facts.finding("zeroed-before-step", seen, events[0][-1].where, where)
         if all(map(_are_stale, events[1:])):
             seen = f"at each of {len(steps) - 1} steps the gradients of the step before were still there"
-            yield facts.finding("never-zeroed", seen, events[1][-1].where, steps[0].where)
+            yield facts.finding("never-zeroed", seen, events[1][-1].where, where)
 
 
 def _are_stale(events: list[Event]) -> bool:
@@ -272,9 +282,11 @@ def _are_stale(events: list[Event]) -> bool:
 
 def _thrown_away(events: list[Event]) -> list[Stack]:
     """List the lines that set gradients to zero between backward passes of one line, the last one's."""
-    passes = [number for number, event in enumerate(events) if event.kind == "backward"]
-    same = [number for number in passes if events[number].where == events[passes[-1]].where]
-    between = events[same[0] : same[-1]] if same else []
+    passes = [event for event in events if event.kind == "backward"]
+    if not passes:
+        return []
+    same = [number for number, event in enumerate(events) if event[:2] == passes[-1][:2]]
+    between = events[same[0] : same[-1]]
     return [event.where for event in between if event.kind == "zeroed"]
 
 
@@ -282,7 +294,7 @@ def _left_over(facts: Facts) -> Findings:
     """Find gradients of an epoch's last micro-batches in the first step of the next one."""
     for steps in _optimizers(facts):
         passes = [_passes(step.events) for step in steps]
-        read = [step.position[0] if len(step.position) == 1 else _NOWHERE for step in steps]
+        read = [_only_position(step) for step in steps]
         for number in range(1, len(steps)):
             more = passes[number] - read[number].batch
             is_new = read[number].epoch > read[number - 1].epoch
@@ -290,6 +302,13 @@ def _left_over(facts: Facts) -> Findings:
                 seen = f"the first step of an epoch also has gradients of {more} micro-batches of the epoch before"
                 yield facts.finding("left-over", seen, steps[number].events[-1].where)
                 break
+
+
+def _only_position(step: Step) -> Position:
+    """Return the batch of the loader that trains, if there is one."""
+    if len(step.position) == 1:
+        return step.position[0]
+    return Position("", 0, 0)
 
 
 def _passes(events: list[Event]) -> int:
@@ -302,7 +321,8 @@ def _schedules(facts: Facts) -> Findings:
     """Find schedules that step too often, or never."""
     steps = facts.first(Step)
     epochs = sum(end.loader in facts.training for end in facts.first(EpochEnd))
-    for first, schedule in zip(steps[0].schedules, steps[-1].schedules, strict=False) if steps else ():
+    at_steps = [step.schedules for step in (*steps[:1], *steps[-1:])]
+    for first, schedule in zip(*at_steps, strict=False):
         where = schedule.made
         if schedule.length is not None and schedule.steps > schedule.length:
             seen = f"it has made {schedule.steps} steps, and `T_max` is {schedule.length}"
@@ -355,14 +375,16 @@ def _divided_twice(facts: Facts) -> Findings:
     for steps in _optimizers(facts):
         if any(step.summed for step in steps):  # gradients of all ranks are added up: a loss may count less
             continue
-        weights = [[each.total / step.scale for each in by_backward(step.losses)] for step in steps]
-        many = max(map(len, weights))
-        full = [each for each in weights if len(each) == many]
+        passes = [(step, by_backward(step.losses)) for step in steps]
+        many = max(len(each) for _, each in passes)
+        full = [(step, each) for step, each in passes if len(each) == many]
         if many < 2 or len(full) < 2:
             continue
-        if all(near(weight, 1 / many**2) for each in full for weight in each):
+        weights = [one.total / step.scale for step, each in full for one in each]
+        if all(near(weight, 1 / many**2) for weight in weights):
+            first = steps[0]
             seen = f"each of {many} micro-batches of a step has the weight 1/{many**2} instead of 1/{many}"
-            yield facts.finding("divided-twice", seen, steps[0].backward, steps[0].losses[0].where)
+            yield facts.finding("divided-twice", seen, first.backward, first.losses[0].where)
 
 
 def _evaluation_mode(facts: Facts) -> Findings:
@@ -372,7 +394,8 @@ def _evaluation_mode(facts: Facts) -> Findings:
         if len(last) >= _SEVERAL:
             seen = f"at the last {len(last)} of {len(modes)} steps the network is in evaluation mode"
             rule = "always-evaluation" if len(last) == len(modes) else "evaluation-left-on"
-            yield facts.finding(rule, seen, *steps[-1].switched.values(), steps[-1].where)
+            switched = steps[-1].switched.values()
+            yield facts.finding(rule, seen, *switched, steps[-1].where)
 
 
 def _training_mode(facts: Facts) -> Findings:
@@ -385,12 +408,12 @@ def _training_mode(facts: Facts) -> Findings:
 
 def _outside(facts: Facts) -> Findings:
     for steps in _optimizers(facts):
-        names = [name for name in steps[0].outside if all(name in step.outside for step in steps)]
-        lost = [name for name in steps[0].without if all(name in step.without for step in steps)]
+        names = common(steps, "outside")
         if names:
             seen = f"{name_some(names)}: a gradient at each step, but in no optimizer"
-            rule = "replaced-after-optimizer" if lost else "not-in-optimizer"
-            yield facts.finding(rule, seen, steps[0].outside[names[0]], steps[0].made)
+            rule = "replaced-after-optimizer" if common(steps, "without") else "not-in-optimizer"
+            where = steps[0].outside[names[0]]
+            yield facts.finding(rule, seen, where, steps[0].made)
 
 
 ALONE = (
