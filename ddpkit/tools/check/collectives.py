@@ -90,9 +90,10 @@ class Collectives:
 
     def _note_sent(self) -> None:
         """Tell once a step that a tensor goes from one rank to another."""
-        if current().is_main and current().step > self._sent_at and not self._depth:
-            self._sent_at = current().step
-            tell(observed.Sent(self._sent_at))
+        step = current().step
+        if step > self._sent_at and current().is_main and not self._depth:
+            self._sent_at = step
+            tell(observed.Sent(step))
 
     def _note_save(self, obj: Any, f: Any) -> None:
         path = getattr(f, "name", f)

@@ -87,7 +87,10 @@ class Facts:
 
     def of(self, kind: type[_Seen]) -> dict[int, list[_Seen]]:
         """Select the records of one kind, by rank."""
-        return {rank: [seen for seen in told if isinstance(seen, kind)] for rank, told in self.told.items()}
+        found = {}
+        for rank, told in self.told.items():
+            found[rank] = [seen for seen in told if isinstance(seen, kind)]
+        return found
 
     def all(self, kind: type[_Seen]) -> list[_Seen]:
         """List the records of one kind, of all ranks."""
@@ -173,7 +176,8 @@ def by_fields(records: Sequence[_Told], *fields: str) -> dict[tuple[Any, ...], l
     """Put together the records with equal fields."""
     found: dict[tuple[Any, ...], list[_Told]] = {}
     for record in records:
-        found.setdefault(tuple(getattr(record, field) for field in fields), []).append(record)
+        key = tuple(getattr(record, field) for field in fields)
+        found.setdefault(key, []).append(record)
     return found
 
 
@@ -277,24 +281,28 @@ class Order:
             self._compare_ends()
 
     def _compare(self, rank: int, seen: Collective) -> None:
-        entered = self._entered.setdefault((seen.group, rank), [])
+        own = self._of(rank, seen.group)
         for other in self._ranks:
-            theirs = self._entered.get((seen.group, other), [])[len(entered) :]
-            if other != rank and theirs and _signature(theirs[0]) != _signature(seen):
+            theirs = self._of(other, seen.group)[len(own) :]
+            if theirs and _signature(theirs[0]) != _signature(seen):
                 self._part(Parting((rank, other), (seen, theirs[0]), ""))
-        entered.append(seen)
+        own.append(seen)
+
+    def _of(self, rank: int, group: str = "0") -> list[Collective]:
+        """Return the collectives of a group that a rank has entered."""
+        return self._entered.setdefault((group, rank), [])
 
     def _compare_ends(self) -> None:
         """Find a rank that has entered a collective which one that has ended never will."""
         for ended, end in self.ends.items():
             if end.has_failed:  # of which the others know nothing
                 continue
-            count = len(self._entered.get(("0", ended), []))
+            count = len(self._of(ended))
             others = self._stepping if end.reason == "steps" else self._ranks  # it was stopped here, others help it
             for rank in others:
-                theirs = self._entered.get(("0", rank), [])
-                if len(theirs) > count:
-                    self._part(Parting((rank, ended), (theirs[count], None), end.reason or _SCRIPT_END))
+                more = self._of(rank)[count:]
+                if more:
+                    self._part(Parting((rank, ended), (more[0], None), end.reason or _SCRIPT_END))
 
     def _part(self, parting: Parting) -> None:
         self.parted = self.parted or parting

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple, TypeVar
 
 from .facts import (
@@ -84,8 +85,10 @@ def _optimizers(facts: Facts) -> Iterator[_Optimizer]:
     for told in facts.rows(Optimized, "optimizer"):
         first = told[0]
         alike = [name for name in first.parameters if _has_one_shape(told, name)]
-        rows = [_compare(steps, alike) for steps in facts.steps if steps[0].optimizer == first.optimizer]
-        yield _Optimizer(first.parameters, first.made, rows, _reduced(facts, first.optimizer))
+        own = [steps for steps in facts.steps if steps[0].optimizer == first.optimizer]
+        rows = [_compare(steps, alike) for steps in own]
+        by_hand = _reduced(facts, first.optimizer)
+        yield _Optimizer(first.parameters, first.made, rows, by_hand)
 
 
 def _has_one_shape(told: list[Optimized], name: str) -> bool:
@@ -145,9 +148,11 @@ def _cause(step: Step, optimizer: _Optimizer, names: list[str]) -> tuple[str, li
     wrapper = _wrapper_of(first, step)
     if wrapper is None:
         is_part = len(names) < len(optimizer.parameters)
-        return "outside-of-ddp" if is_part else "without-ddp", [step.where, optimizer.made, first.made]
+        rule = "outside-of-ddp" if is_part else "without-ddp"
+        return rule, [step.where, optimizer.made, first.made]
     if not first.managed:
-        return "added-after-ddp", [in_function_of(first.made, wrapper.made), first.made, wrapper.made]
+        nearest = in_function_of(first.made, wrapper.made)
+        return "added-after-ddp", [nearest, first.made, wrapper.made]
     if wrapper.bypassed:
         return "past-ddp", [wrapper.bypassed, wrapper.taken_out]
     if wrapper.unsynced:
@@ -172,10 +177,13 @@ def _without_gradients(facts: Facts) -> Findings:
         names = lost or [name for name in names if optimizer.parameters[name].ddp not in skipping]
         if names:
             rule = "gathered-without" if lost else "no-loss"
-            seen = f"no gradient at any of {len(optimizer.rows)} optimizer steps, on {facts.who}"
+            evidence = (
+                f"{name_some(names)}: no gradient at any of {len(optimizer.rows)} optimizer steps, on {facts.who}"
+            )
+            where = last.without[names[0]]
             made = optimizer.parameters[names[0]].made
-            lines: list[Lines] = [in_function_of(made, optimizer.made), made, optimizer.made]
-            yield facts.finding(rule, f"{name_some(names)}: {seen}", last.without[names[0]], *lines)
+            nearest = in_function_of(made, optimizer.made)
+            yield facts.finding(rule, evidence, where, nearest, made, optimizer.made)
 
 
 # Find replicas that differ at the first step, or later although gradients were equal.
@@ -189,17 +197,21 @@ def _different_at_start(facts: Facts) -> Findings:
                 made = optimizer.parameters[row.different[0]].made
                 yield _started_different(facts, row.different, made, optimizer.made)
             for name, fixed in row.steps[0].others.items():
-                hashes = [step.others[name].hashes if name in step.others else [] for step in row.steps]
+                others = [step.others.get(name) for step in row.steps]
+                hashes = [other.hashes if other else [] for other in others]
                 if not all_equal(hashes) and all_equal(list(map(len, hashes))):
                     yield _started_different(facts, [name], fixed.made, optimizer.made)
 
 
 def _started_different(facts: Facts, names: list[str], made: Stack, optimizer: Stack) -> Finding:
-    loaded = [listed(*(seen.where[:1] for seen in told)) for told in facts.of(Loaded).values()]
+    loaded = []
+    for told in facts.of(Loaded).values():
+        loaded.append(listed(*(seen.where[:1] for seen in told)))
     alone = [line for line in loaded[0] if not all(line in lines for lines in loaded)]
+    conditions = map(rank_condition, alone)
+    nearest = in_function_of(made, optimizer)
     evidence = f"{name_some(names)}: at the first optimizer step {facts.who} hold different values"
-    lines: list[Lines] = [*map(rank_condition, alone), alone, in_function_of(made, optimizer), made, optimizer]
-    return facts.finding("replicas-differ-at-start", evidence, *lines)
+    return facts.finding("replicas-differ-at-start", evidence, *conditions, alone, nearest, made, optimizer)
 
 
 def _different_states(facts: Facts) -> Findings:
@@ -225,8 +237,9 @@ def _drifting(facts: Facts) -> Findings:
         for row in optimizer.rows[1:]:
             names = [name for name in row.different if name not in optimizer.by_hand]
             if names and not optimizer.is_averaged(row.number):
+                first = optimizer.rows[0].steps[0]
                 seen = f"equal at first, different on {facts.who} before step {row.number}"
-                yield facts.finding("weights-drift", f"{name_some(names)}: {seen}", optimizer.rows[0].steps[0].where)
+                yield facts.finding("weights-drift", f"{name_some(names)}: {seen}", first.where)
 
 
 def _different_buffers(facts: Facts) -> Findings:
@@ -239,7 +252,8 @@ def _different_buffers(facts: Facts) -> Findings:
             is_sent = buffers.sent or _become_equal(facts.steps, network)
             if first.number == 1 or {} in hashes or all_equal(hashes) or is_sent:
                 continue
-            names = [name for name in differing(hashes, hashes[0]) if f"{network}.{name}" not in by_hand]
+            names = differing(hashes, hashes[0])
+            names = [name for name in names if f"{network}.{name}" not in by_hand]
             if names:
                 evidence = f"buffer {name_some(names)}: different on {facts.who} at step {first.number}"
                 severity = "wrong" if buffers.trained else "suspicious"
@@ -248,7 +262,8 @@ def _different_buffers(facts: Facts) -> Findings:
 
 def _buffers(steps: list[Step], network: str) -> list[dict[str, int]]:
     """List the ranks' hashes of a network's running statistics at a step."""
-    return [step.buffers[network].hashes if network in step.buffers else {} for step in steps]
+    buffers = [step.buffers.get(network) for step in steps]
+    return [each.hashes if each else {} for each in buffers]
 
 
 def _become_equal(rows: list[list[Step]], network: str) -> bool:
@@ -292,8 +307,11 @@ def by_line(records: Iterable[_OfLine]) -> dict[Place | None, list[_OfLine]]:
 
 def by_backward(losses: Sequence[Loss]) -> list[Pass]:
     """List the backward passes in which losses enter the gradients."""
-    passes = by_fields(losses, "backward").values()
-    return [Pass(_total(each), sum(loss.samples for loss in each)) for each in passes]
+    passes = []
+    for together in by_fields(losses, "backward").values():
+        samples = sum(loss.samples for loss in together)
+        passes.append(Pass(_total(together), samples))
+    return passes
 
 
 def _total(losses: Sequence[Loss]) -> float:
@@ -313,13 +331,16 @@ def _uneven_means(facts: Facts) -> Findings:
         tables = [by_line(step.losses) for step in steps]
         for line, losses in tables[0].items():
             by_rank = [by_backward(table.get(line, [])) for table in tables]
-            if not all(by_rank) or not _may_be_uneven(losses, len(by_rank[0]), first):
+            number = len(by_rank[0])
+            if not all(by_rank) or not _may_be_uneven(losses, number, first):
                 continue
-            passes = [each for of_rank in by_rank for each in of_rank]
+            passes = list(chain.from_iterable(by_rank))
             totals = [each.total for each in passes]
             counts = [each.samples for each in passes]
-            least, most = min(counts), max(counts)
-            if least > 0 and most > _UNEVEN * least and near(min(totals), max(totals)) and max(totals) > 0:
+            least = min(counts)
+            most = max(counts)
+            is_uneven = least > 0 and most > _UNEVEN * least
+            if is_uneven and near(min(totals), max(totals)) and max(totals) > 0:
                 seen = f"means over {least} to {most} samples or tokens get equal weights"
                 yield facts.finding("means-uneven", f"at optimizer step {first.number} {seen}", first.backward, line)
 
@@ -334,17 +355,18 @@ def _may_be_uneven(losses: list[Loss], passes: int, step: Step) -> bool:
 def _divided_by_all(facts: Facts) -> Findings:
     """Find sums that are divided by the count of all ranks, and then averaged over ranks."""
     first = [steps[0] for steps in facts.steps]
-    if len(first) < _SOME_STEPS or not all(step.losses and step.wrappers and not step.summed for step in first):
+    are_averaged = [step.losses and step.wrappers and not step.summed for step in first]
+    if len(first) < _SOME_STEPS or not all(are_averaged):
         return
     lines = by_line(first[0].losses)
     for line in lines:
-        weights = []
-        for steps in facts.steps:
-            weights.append([_total(by_line(step.losses).get(line, [])) for step in steps])
+        weights = [[_weight(step, line) for step in steps] for steps in facts.steps]
         uneven = [each for each in weights if not all_equal([round(weight, 4) for weight in each])]
-        if not uneven or not all(near(sum(each), sum(uneven[0])) for each in weights):
+        if not uneven:
             continue
         total = sum(uneven[0])
+        if not all(near(sum(each), total) for each in weights):
+            continue
         is_mean = len(lines) == 1 and near(total, 1.0)
         where = listed(first[0].backward, line)
         is_scaled = any(scales_by_ranks(each.file) for each in where)  # then two ranks' halves look like a mean
@@ -354,6 +376,11 @@ def _divided_by_all(facts: Facts) -> Findings:
         evidence = f"the losses of {facts.who} have weights such as {shares}, which always add up to {total:.3g}"
         severity = "wrong" if is_mean and not is_scaled else "suspicious"
         yield facts.finding("divided-by-all", evidence, where, severity=severity)
+
+
+def _weight(step: Step, line: Place | None) -> float:
+    """Add up the weights with which the losses of a line enter the gradients of a step."""
+    return _total(by_line(step.losses).get(line, []))
 
 
 def _summed_gradients(facts: Facts) -> Findings:
@@ -380,8 +407,11 @@ def _are_one_mean(steps: list[Step]) -> bool:
 
 def _counts_travel(facts: Facts) -> bool:
     """Return whether the ranks add up counts, by which they may have divided before."""
-    values = [value for seen in facts.all(Collective) for value in seen.values]
-    return any(isinstance(value, int) or (value > 1 and value.is_integer()) for value in values)
+    for seen in facts.all(Collective):
+        for value in seen.values:
+            if isinstance(value, int) or (value > 1 and value.is_integer()):
+                return True
+    return False
 
 
 def _mean_of_means(facts: Facts) -> Findings:
@@ -390,7 +420,8 @@ def _mean_of_means(facts: Facts) -> Findings:
         if not _is_mean_of_means(facts, row):
             continue
         told = facts.told[facts.ranks[0]]
-        epochs = [seen for seen in told[: told.index(row[0])] if isinstance(seen, Epoch)]
+        before = told[: told.index(row[0])]
+        epochs = [seen for seen in before if isinstance(seen, Epoch)]
         where = None
         if epochs and epochs[-1].loader not in facts.training:  # an evaluation
             where = in_function_of(row[0].where, epochs[-1].where)

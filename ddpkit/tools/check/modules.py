@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from itertools import islice
+from types import FrameType
 from typing import Any
 
 import torch
@@ -115,7 +116,9 @@ class Modules:
     def made(self, parameter: Tensor) -> Stack:
         """Return where a parameter was given to a module, [] if that was not seen."""
         ref, places = self._parameters.get(id(parameter), (None, []))
-        return places if ref is not None and ref() is parameter else []
+        if ref is None or ref() is not parameter:
+            return []
+        return places
 
     def wrapper_of(self, parameter: Tensor) -> tuple[Wrapped | None, bool]:
         """Find the DDP that a parameter is in, and whether that averages its gradient."""
@@ -136,10 +139,11 @@ class Modules:
         """Return whether a network was called, or a part of it, or one that it is a part of."""
         if any(id(module) in self._called for module in network.modules()):
             return True
-        if any(id(network) in wrapped.inside for key, wrapped in self.wrapped.items() if key in self._called):
+        wrappers = [wrapped for key, wrapped in self.wrapped.items() if key in self._called]
+        if any(id(network) in wrapped.inside for wrapped in wrappers):
             return True
         called = [root for _, root in roots() if id(root) in self._called]
-        return any(network is module for root in called for module in root.modules())
+        return any(network in root.modules() for root in called)
 
     def used_buffers(self, network: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers by which a network has computed; in training, batch norm computes without its own."""
@@ -181,11 +185,13 @@ class Modules:
         self.wrapped[id(made)] = Wrapped(made)
 
     def _set(self, module: DistributedDataParallel, name: str) -> None:
-        if name == "require_backward_grad_sync" and (wrapped := self.wrapped.get(id(module))):
+        wrapped = self.wrapped.get(id(module))
+        if wrapped and name == "require_backward_grad_sync":
             wrapped.unsynced = stack() or wrapped.unsynced
 
     def _read(self, module: DistributedDataParallel, name: str) -> None:
-        if name == "module" and not self._in_ddp and (wrapped := self.wrapped.get(id(module))):
+        wrapped = self.wrapped.get(id(module))
+        if wrapped and name == "module" and not self._in_ddp:
             wrapped.taken_out = stack() or wrapped.taken_out
 
     def _entered(self, module: nn.Module, args: Any) -> None:
@@ -219,8 +225,8 @@ class Modules:
     def _look_for_bypass(self, module: nn.Module) -> None:
         for wrapped in self.wrapped.values():
             if id(module) in wrapped.inside and not wrapped.bypassed:
-                frames = [f for f in own_frames() if id(f.f_locals.get("self")) not in wrapped.inside]
-                wrapped.bypassed = [place_of(frame) for frame in frames][:_DEEPEST]
+                frames = [frame for frame in own_frames() if id(_self_of(frame)) not in wrapped.inside]
+                wrapped.bypassed = [place_of(frame) for frame in frames[:_DEEPEST]]
 
     def _switch(self, module: nn.Module, mode: bool = True) -> None:
         if sys._getframe(3).f_code is not _TRAIN.__code__:  # which calls itself for the parts of a module
@@ -233,8 +239,9 @@ class Modules:
             return
         mode = mode_of(module)
         where = stack(3)
-        if mode and self.feeding and (self.feeding, mode, *where) not in self._noted:
-            self._noted.add((self.feeding, mode, *where))
+        key = (self.feeding, mode, *where)
+        if mode and self.feeding and key not in self._noted:
+            self._noted.add(key)
             tell(Mode(self.feeding, mode, where))
         if not torch.is_grad_enabled():
             self.samples += size_of(args)
@@ -251,7 +258,8 @@ def mode_of(network: nn.Module) -> str:
         is_dropout = isinstance(module, _DropoutNd) and module.p > 0
         if is_dropout or (isinstance(module, _NormBase) and module.track_running_stats):
             modes.add(module.training)
-    network = next(network.children(), network) if isinstance(network, DistributedDataParallel) else network
+    if isinstance(network, DistributedDataParallel):
+        network = next(network.children(), network)
     if not modes:
         return ""
     if modes != {network.training}:
@@ -262,8 +270,14 @@ def mode_of(network: nn.Module) -> str:
 def _made_at() -> Stack:
     """List the script's lines that make a network, without those of its own constructors if there are others."""
     frames = list(own_frames())
-    outside = [frame for frame in frames if not isinstance(frame.f_locals.get("self"), nn.Module)]
-    return [place_of(frame) for frame in outside or frames][:_DEEPEST]
+    outside = [frame for frame in frames if not isinstance(_self_of(frame), nn.Module)]
+    frames = outside or frames
+    return [place_of(frame) for frame in frames[:_DEEPEST]]
+
+
+def _self_of(frame: FrameType) -> Any:
+    """Return the object whose method a frame runs, None for other functions."""
+    return frame.f_locals.get("self")
 
 
 def roots() -> Iterator[tuple[str, nn.Module]]:

@@ -53,7 +53,8 @@ def _state_of(generator: Any) -> _State:
         return _State(zlib.crc32(repr(generator.bit_generator.state).encode()))
     if isinstance(generator, np.random.RandomState):
         _, keys, position, *_ = generator.get_state(legacy=True)
-        return _State(zlib.crc32(np.asarray(keys).data, int(position)), int(position))
+        position = int(position)
+        return _State(zlib.crc32(np.asarray(keys).data, position), position)
     state = generator.get_state().numpy()
     hashed = zlib.crc32(state.data)
     if generator.device.type != "cpu":
@@ -117,7 +118,8 @@ class Tracer:
         for kind, state in now.items():
             begun = self._begun.get(kind, state)
             if begun.hash != state.hash:
-                self.add(Draw(kind, begun.hash, (state.position - begun.position) % 624))
+                words = (state.position - begun.position) % 624
+                self.add(Draw(kind, begun.hash, words))
         self.is_looking = False
 
     def add(self, draw: Draw) -> None:
@@ -136,7 +138,8 @@ class Tracer:
         """Blame the line before for a state that has changed."""
         now = _states(self._others)
         lines = self.found.lines
-        if now != self._state and self._place and self._place not in lines and len(lines) < _LINES:
+        is_new = self._place not in lines and len(lines) < _LINES
+        if now != self._state and self._place and is_new:
             lines.append(self._place)
         self._state = now
 
@@ -229,16 +232,17 @@ def _equal_states(by_rank: Sequence[Draws], least: int = 0) -> list[str]:
 def _same_draws(facts: Facts) -> Findings:
     """Find datasets that draw the same numbers on all ranks for other samples."""
     for row in sorted(facts.rows(Fetch, "worker", "number", "step"), key=_order_of_fetch):
+        first = row[0]
         kinds = _equal_states([fetch.random for fetch in row])
         if kinds and not agree(row, "content"):
-            worker = row[0].worker
-            who = "the loaders" if worker is None else f"workers {worker}"
+            who = "the loaders" if first.worker is None else f"workers {first.worker}"
             evidence = f"{who} of {facts.who} draw from equal states of {', '.join(kinds)}"
-            yield facts.finding("same-random-numbers", evidence, seeding(facts, *kinds), row[0].random.lines)
+            yield facts.finding("same-random-numbers", evidence, seeding(facts, *kinds), first.random.lines)
 
 
 def _order_of_fetch(row: Sequence[Fetch]) -> str:
-    return str((row[0].worker, row[0].number, row[0].step))
+    first = row[0]
+    return str((first.worker, first.number, first.step))
 
 
 def _same_noise(facts: Facts) -> Findings:
@@ -248,7 +252,8 @@ def _same_noise(facts: Facts) -> Findings:
     if len(rows) < 2:
         return
     compared = rows[:_COMPARED]
-    kinds = sorted(set.intersection(*(set(_equal_states(row, _FEW)) for row in compared)))
+    equal = [set(_equal_states(row, _FEW)) for row in compared]
+    kinds = sorted(set.intersection(*equal))
     lines = max((row[0].lines for row in rows), key=len)
     own_lines = [line for line in lines if not is_shared_out(line)]
     if kinds and (own_lines or not lines):
@@ -258,12 +263,15 @@ def _same_noise(facts: Facts) -> Findings:
 
 def _repeated_draws(facts: Facts) -> Findings:
     """Find workers that draw in each epoch what they have drawn in the one before."""
-    fetches = [fetch for fetch in facts.first(Fetch) if fetch.worker is not None and fetch.loader in facts.training]
+    fetches = [fetch for fetch in facts.first(Fetch) if fetch.loader in facts.training]
     for same in by_fields(fetches, "loader", "worker", "number").values():
-        kinds = _equal_states([fetch.random for fetch in same]) if len(same) > 1 else []
+        first = same[0]
+        if first.worker is None or len(same) < 2:
+            continue
+        kinds = _equal_states([fetch.random for fetch in same])
         if kinds:
-            evidence = f"in {len(same)} epochs workers {same[0].worker} draw from equal states of {', '.join(kinds)}"
-            yield facts.finding("random-numbers-repeat", evidence, seeding(facts, *kinds), same[0].random.lines)
+            evidence = f"in {len(same)} epochs workers {first.worker} draw from equal states of {', '.join(kinds)}"
+            yield facts.finding("random-numbers-repeat", evidence, seeding(facts, *kinds), first.random.lines)
 
 
 def _repeated_noise(facts: Facts) -> Findings:
@@ -273,11 +281,13 @@ def _repeated_noise(facts: Facts) -> Findings:
     always = set.intersection(*used) if used else set()
     seen: set[tuple[str, int]] = set()
     for number, states in enumerate(used):
-        again = {kind for kind, state in states & seen if kind != _GIVEN or (kind, state) in always}
+        repeated = states & seen
+        again = {kind for kind, state in repeated if kind != _GIVEN or (kind, state) in always}
         if again and (number > 1 or _GIVEN not in again):
             evidence = f"step {number + 1} draws from the same states of {', '.join(sorted(again))} as an earlier one"
-            late = [each.where for each in facts.first(Seeded) if each.step and each.generator in again]
-            yield facts.finding("random-numbers-repeat", evidence, *late[:1], draws[number].lines)
+            seeded = [each for each in facts.first(Seeded) if each.step and each.generator in again]
+            late = seeded[0].where if seeded else []
+            yield facts.finding("random-numbers-repeat", evidence, late, draws[number].lines)
         seen |= states
 
 

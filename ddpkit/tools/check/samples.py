@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import islice, pairwise, takewhile
+from itertools import chain, islice, pairwise, takewhile
 
 from .facts import Facts, Finding, Findings, Lines, agree, all_equal, by_fields, first_of
 from .observed import Batch, Epoch, EpochEnd, EpochSet, Optimized, Step
@@ -31,7 +31,8 @@ def _examine(facts: Facts, row: list[Epoch]) -> Findings:
     trains = epoch.loader in facts.training
     contents = []  # what each rank's batches held, as hashes
     for batches in facts.of(Batch).values():
-        contents.append([batch.content for batch in batches if batch[:2] == epoch[:2]])
+        own = [batch for batch in batches if batch[:2] == epoch[:2]]
+        contents.append([batch.content for batch in own])
     if trains:
         yield from _same(facts, row, contents)
     if epoch.iterable:
@@ -45,7 +46,8 @@ def _same(facts: Facts, row: list[Epoch], contents: list[list[int]]) -> Findings
     epoch = row[0]
     number = min(map(len, contents))
     batches = zip(*contents, strict=False)  # of all ranks, one after the other
-    equal = len(list(takewhile(lambda hashes: hashes[0] and all_equal(hashes), batches)))
+    same = takewhile(lambda hashes: hashes[0] and all_equal(hashes), batches)
+    equal = len(list(same))
     if not equal or equal < min(number, _COMPARED):
         return
     seeds = seeding(facts, "random", "numpy", "torch")
@@ -76,7 +78,8 @@ def _unweighted(facts: Facts) -> Findings:
 
 def _equal_inputs(facts: Facts) -> Findings:
     """Find ranks that give their networks the same inputs at each step, where no loader is used."""
-    rows = [steps for steps in facts.steps if all(step.calls for step in steps)][:_COMPARED]
+    rows = [steps for steps in facts.steps if all(step.calls for step in steps)]
+    rows = rows[:_COMPARED]
     if facts.training or not rows:
         return
     for steps in rows:
@@ -159,7 +162,7 @@ def _come_in_runs(plans: list[list[int]]) -> bool:
     """Return whether one order of all ranks repeats samples, each a few times in turn: that is meant."""
     if all_equal(plans):
         return False
-    order: list[int] = [index for row in zip(*plans, strict=False) for index in row]
+    order: list[int] = list(chain.from_iterable(zip(*plans, strict=False)))
     runs = sum(one != other for one, other in pairwise(order)) + 1
     return runs <= len(set(order)) + len(plans)
 
@@ -189,7 +192,8 @@ def _same_orders(facts: Facts) -> Findings:
         first = epochs[0]
         plan = first.plan or []
         is_shuffled = plan != sorted(plan)
-        if not first.has_epoch or not is_shuffled or len(epochs) < 2 or not agree(epochs, "plan"):
+        is_repeated = len(epochs) > 1 and agree(epochs, "plan")
+        if not first.has_epoch or not is_shuffled or not is_repeated:
             continue
         seen = f"{len(epochs)} epochs have the same order of the {len(plan)} samples of rank 0"
         calls = [each for each in facts.first(EpochSet) if each.sampler == first.sampler]
@@ -227,12 +231,13 @@ def _validated_in_training(facts: Facts) -> Findings:
             trained |= samples
         elif samples:
             others.setdefault(epoch.loader, set()).update(samples)
-    for samples in others.values():
-        if trained.isdisjoint(samples) or trained <= samples:
-            return
-    for loader, samples in others.items() if len(facts.first(Optimized)) < 2 else ():  # else perhaps of folds
+    are_folds = len(facts.first(Optimized)) > 1  # perhaps
+    if are_folds or any(trained.isdisjoint(samples) or trained <= samples for samples in others.values()):
+        return
+    for loader, samples in others.items():
+        epoch = known[loader]
         evidence = f"{len(trained & samples)} of the {len(samples)} samples of this loader are trained on"
-        yield facts.finding("validation-seen", evidence, known[loader].made, known[loader].split)
+        yield facts.finding("validation-seen", evidence, epoch.made, epoch.split)
 
 
 ALONE = (first_of(_validated_in_training),)

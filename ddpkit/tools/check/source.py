@@ -238,8 +238,8 @@ def _ways_out(statements: list[ast.stmt], around: list[ast.If], breaks: bool = T
     for statement in statements:
         if isinstance(statement, _FUNCTIONS):
             continue
-        leaves = isinstance(statement, ast.Return) or (breaks and isinstance(statement, ast.Break))
-        if leaves and around:
+        kinds = (ast.Return, ast.Break) if breaks else ast.Return
+        if around and isinstance(statement, kinds):
             yield around
         inner = [*around, statement] if isinstance(statement, ast.If) else around
         is_whole = breaks and not isinstance(statement, Loop)
@@ -251,8 +251,8 @@ def skipping_lines(stack: Stack) -> Stack:
     """List the `if`s by which the innermost running loop leaves out a batch."""
     for place in stack:
         for loop in reversed(loops_around(place)):
-            lines = [node.lineno for node in _nodes(loop, ast.If) if _has(node.body, ast.Continue)]
-            return [place._replace(line=line) for line in lines]
+            ifs = [node for node in _nodes(loop, ast.If) if _has(node.body, ast.Continue)]
+            return [place._replace(line=node.lineno) for node in ifs]
     return []
 
 
@@ -385,7 +385,8 @@ def _counts_rounds(loop: ast.For) -> bool:
     counters = _names_in(loop.target)
     for statement in _nodes(loop, ast.If):
         test = statement.test
-        if isinstance(test, ast.Compare) and _has(statement.body, ast.Break) and _names_in(test.left) & counters:
+        is_break = _has(statement.body, ast.Break)
+        if is_break and isinstance(test, ast.Compare) and _names_in(test.left) & counters:
             return True
     return False
 
@@ -409,8 +410,10 @@ def rounds_around() -> int | None:
 def _length_of_range(loop: ast.expr, frame: FrameType) -> int | None:
     """Return the length of the `range` in a loop's head, None if there is none, or its arguments call functions."""
     ranges = [node for node in ast.walk(loop) if _called(node) == "range"]
-    parts = list(ast.walk(ranges[0]))[1:] if ranges else []
-    if not parts or not all(isinstance(part, _PLAIN) for part in parts):
+    if not ranges:
+        return None
+    _, *parts = ast.walk(ranges[0])
+    if not all(isinstance(part, _PLAIN) for part in parts):
         return None
     try:
         found = eval(ast.unparse(ranges[0]), frame.f_globals, dict(frame.f_locals))
@@ -421,11 +424,12 @@ def _length_of_range(loop: ast.expr, frame: FrameType) -> int | None:
 
 def awaits_stop_iteration() -> bool:
     """Return whether the script is prepared for the end of what it reads now: by a loop, or because it names it."""
-    frames = list(own_frames())
-    if not frames or any("StopIteration" in _text_of(frame.f_code.co_filename) for frame in frames):
+    places = [place_of(frame) for frame in own_frames()]
+    if not places or any("StopIteration" in _text_of(place.file) for place in places):
         return True
-    for call in _nodes(_syntax_of(frames[0].f_code.co_filename), ast.Call):
+    nearest = places[0]
+    for call in _nodes(_syntax_of(nearest.file), ast.Call):
         has_no_default = _called(call) == "next" and len(call.args) == 1
-        if has_no_default and is_inside(call, frames[0].f_lineno):
+        if has_no_default and is_inside(call, nearest.line):
             return False
     return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -90,7 +90,7 @@ class TrainingLoop:
         """Return the evidence of what is wrong with a step, by the rule."""
         mistakes = {}
         is_fused = getattr(optimizer, "grad_scale", None) is not None  # it divides by the scale itself
-        if self._unscaled is not None and id(optimizer) not in self._unscaled and not is_fused:
+        if self._are_scaled([optimizer]) and not is_fused:
             mistakes["steps-scaled"] = "each step uses gradients that are still scaled"
         if not any(p.requires_grad or p.grad is not None for p in parameters_of(optimizer)):
             mistakes["frozen"] = "none of the optimizer's parameters has `requires_grad`"
@@ -164,16 +164,20 @@ class TrainingLoop:
 
     def _note_clip(self, parameters: list[Tensor], max_norm: float = 0.0) -> None:
         clipped = _ids(parameters)
-        owners = [o for o in list(self.optimizers) if not clipped.isdisjoint(_parameter_ids(o))]
+        owners = [each for each in list(self.optimizers) if not clipped.isdisjoint(_parameter_ids(each))]
         if not owners or not math.isfinite(max_norm) or current().step >= _MANY:
             return
         mistakes = {}
-        if self._unscaled is not None and self._unscaled.isdisjoint(map(id, owners)):
+        if self._are_scaled(owners):
             mistakes["clips-scaled"] = "the clipped gradients are still scaled each time"
-        events = [self.known(owner).events for owner in owners]
-        if not any(each[-1].kind == "backward" for each in events if each):
+        last = [event.kind for owner in owners for event in self.known(owner).events[-1:]]
+        if "backward" not in last:
             mistakes["clips-nothing"] = "each time, the gradients are clipped after the step that used them"
         tell(Clip(stack(2), mistakes))
+
+    def _are_scaled(self, optimizers: list[Optimizer]) -> bool:
+        """Return whether the gradients of all of some optimizers are scaled."""
+        return self._unscaled is not None and self._unscaled.isdisjoint(map(id, optimizers))
 
     def _scaled(self, scaler: Any) -> None:
         if scaler.is_enabled():
@@ -248,7 +252,7 @@ def _told(facts: Facts) -> Findings:
     """Find what observers have told as mistakes: once, of each record of a line, or of an optimizer's last steps."""
     for mistake in facts.first(Mistake):
         yield facts.finding(mistake.rule, mistake.evidence, mistake.where)
-    losses = by_line(loss for step in facts.first(Step) for loss in step.losses)
+    losses = by_line(chain.from_iterable(step.losses for step in facts.first(Step)))
     clips = by_line(facts.first(Clip))
     several = [same for same in clips.values() if len(same) >= _SEVERAL]
     last = [steps[-_SEVERAL:] for steps in _optimizers(facts)]
@@ -260,33 +264,43 @@ def _told(facts: Facts) -> Findings:
 
 
 def _zeroing(facts: Facts) -> Findings:
+    """Find gradients that are set to zero too early, too late, or never."""
     for steps in _optimizers(facts):
+        number = len(steps)
         events = [step.events for step in steps]
         thrown = [lines for lines in map(_thrown_away, events) if lines]
-        if len(thrown) >= _SEVERAL and 2 * len(thrown) >= len(steps):
-            seen = f"in {len(thrown)} of {len(steps)} steps gradients of an earlier micro-batch were thrown away"
+        if len(thrown) >= _SEVERAL and 2 * len(thrown) >= number:
+            seen = f"in {len(thrown)} of {number} steps gradients of an earlier micro-batch were thrown away"
             yield facts.finding("discards-micro-batches", seen, *thrown[0])
-        where = steps[0].where
-        if all(len(each) > 1 and each[-1].kind == "zeroed" for each in events):
-            seen = f"before each of {len(steps)} steps the gradients were set to zero"
-            yield facts.finding("zeroed-before-step", seen, events[0][-1].where, where)
+        if all(map(_end_with_zero, events)):
+            zeroed = events[0][-1].where
+            seen = f"before each of {number} steps the gradients were set to zero"
+            yield facts.finding("zeroed-before-step", seen, zeroed, steps[0].where)
         if all(map(_are_stale, events[1:])):
-            seen = f"at each of {len(steps) - 1} steps the gradients of the step before were still there"
-            yield facts.finding("never-zeroed", seen, events[1][-1].where, where)
+            backward = events[1][-1].where
+            seen = f"at each of {number - 1} steps the gradients of the step before were still there"
+            yield facts.finding("never-zeroed", seen, backward, steps[0].where)
+
+
+def _end_with_zero(events: list[Event]) -> bool:
+    """Return whether gradients were computed and then set to zero."""
+    return len(events) > 1 and events[-1].kind == "zeroed"
 
 
 def _are_stale(events: list[Event]) -> bool:
     """Return whether each backward pass of a step has found gradients, and nothing set them to zero."""
-    return bool(events) and all(event.kind == "backward" and event.had_gradients for event in events)
+    stale = [event.kind == "backward" and event.had_gradients for event in events]
+    return bool(stale) and all(stale)
 
 
 def _thrown_away(events: list[Event]) -> list[Stack]:
     """List the lines that set gradients to zero between backward passes of one line, the last one's."""
-    passes = [event for event in events if event.kind == "backward"]
+    passes = [number for number, event in enumerate(events) if event.kind == "backward"]
+    lines = [events[number].where for number in passes]
     if not passes:
         return []
-    same = [number for number, event in enumerate(events) if event[:2] == passes[-1][:2]]
-    between = events[same[0] : same[-1]]
+    first = passes[lines.index(lines[-1])]
+    between = events[first : passes[-1]]
     return [event.where for event in between if event.kind == "zeroed"]
 
 
@@ -295,12 +309,15 @@ def _left_over(facts: Facts) -> Findings:
     for steps in _optimizers(facts):
         passes = [_passes(step.events) for step in steps]
         read = [_only_position(step) for step in steps]
+        if passes[0] != read[0].batch:
+            continue
         for number in range(1, len(steps)):
             more = passes[number] - read[number].batch
             is_new = read[number].epoch > read[number - 1].epoch
-            if is_new and more > 0 and passes[0] == read[0].batch:
+            if is_new and more > 0:
+                last = steps[number].events[-1]
                 seen = f"the first step of an epoch also has gradients of {more} micro-batches of the epoch before"
-                yield facts.finding("left-over", seen, steps[number].events[-1].where)
+                yield facts.finding("left-over", seen, last.where)
                 break
 
 
@@ -313,8 +330,12 @@ def _only_position(step: Step) -> Position:
 
 def _passes(events: list[Event]) -> int:
     """Count the backward passes of the last one's line, since gradients were set to zero."""
-    last = list(takewhile(lambda event: event.kind != "zeroed", reversed(events)))
-    return sum(event.where == last[0].where for event in last)
+    number = 0
+    for event in reversed(events):
+        if event.kind == "zeroed":
+            break
+        number += event.where == events[-1].where
+    return number
 
 
 def _schedules(facts: Facts) -> Findings:
@@ -357,16 +378,19 @@ def _schedule_lengths(facts: Facts) -> Findings:
 
 def _epoch_at(facts: Facts, position: Position) -> Epoch | None:
     """Return the epoch that a loader is at, None for an endless one, which is not told."""
-    epochs = by_fields(facts.first(Epoch), "loader", "number")
-    return epochs.get((position.loader, position.epoch), [None])[-1]
+    for epoch in reversed(facts.first(Epoch)):
+        if epoch[:2] == position[:2]:
+            return epoch
+    return None
 
 
 def _averages(facts: Facts) -> Findings:
     """Find networks that only evaluations use, and that stay as they are while one of the same form trains."""
-    evaluated = [network for step in facts.first(Step) for network in step.evaluated]
+    evaluated = list(chain.from_iterable(step.evaluated for step in facts.first(Step)))
     for same in by_fields(evaluated, "network").values():
         trains = any(each.loader in facts.training for each in same)
-        if len(same) > 1 and agree(same, "hashes") and not trains and same[0].loader:
+        is_stale = len(same) > 1 and agree(same, "hashes")
+        if is_stale and not trains and same[0].loader:
             seen = f"its weights were the same at {len(same)} evaluations"
             yield facts.finding("average-stale", seen, same[0].where)
 
@@ -375,13 +399,14 @@ def _divided_twice(facts: Facts) -> Findings:
     for steps in _optimizers(facts):
         if any(step.summed for step in steps):  # gradients of all ranks are added up: a loss may count less
             continue
-        passes = [(step, by_backward(step.losses)) for step in steps]
-        many = max(len(each) for _, each in passes)
-        full = [(step, each) for step, each in passes if len(each) == many]
+        weights = []
+        for step in steps:
+            weights.append([each.total / step.scale for each in by_backward(step.losses)])
+        many = max(map(len, weights))
+        full = [each for each in weights if len(each) == many]
         if many < 2 or len(full) < 2:
             continue
-        weights = [one.total / step.scale for step, each in full for one in each]
-        if all(near(weight, 1 / many**2) for weight in weights):
+        if all(near(weight, 1 / many**2) for weight in chain.from_iterable(full)):
             first = steps[0]
             seen = f"each of {many} micro-batches of a step has the weight 1/{many**2} instead of 1/{many}"
             yield facts.finding("divided-twice", seen, first.backward, first.losses[0].where)
@@ -399,9 +424,11 @@ def _evaluation_mode(facts: Facts) -> Findings:
 
 
 def _training_mode(facts: Facts) -> Findings:
-    calls = by_fields(facts.first(Mode), "loader")
-    for (loader,), own in calls.items() if facts.first(Step) else ():
-        if loader not in facts.training and all(call.mode == "train" for call in own):
+    if not facts.first(Step):
+        return
+    calls = [call for call in facts.first(Mode) if call.loader not in facts.training]
+    for own in by_fields(calls, "loader").values():
+        if all(call.mode == "train" for call in own):
             seen = "dropout or batch norm is in training mode for all batches of an evaluation loader"
             yield facts.finding("training-mode", seen, own[0].where)
 
