@@ -1,4 +1,4 @@
-"""Observe collectives before a rank enters them, and saved files; find where ranks part, and what several write."""
+"""Observe collectives and saved files; find where ranks part, what several write, and means of means."""
 
 from __future__ import annotations
 
@@ -20,7 +20,21 @@ from ...collectives.tree import leaves_of
 from ...job.job import Peers, group_of
 from ..recorder import Function, before, current, guarded, replace, small_hashes
 from . import observed
-from .facts import Facts, Finding, Findings, Parting, agree, all_equal, by_fields, first_of, joined, listed, say_ranks
+from .facts import (
+    SCRIPT_END,
+    Facts,
+    Finding,
+    Findings,
+    Parting,
+    agree,
+    all_equal,
+    by_fields,
+    first_of,
+    in_function_of,
+    joined,
+    listed,
+    say_ranks,
+)
 from .loaders import Ending
 from .modules import Modules, variables
 from .observed import Collective, Epoch, EpochEnd, File, Plateau, Value, tell
@@ -249,7 +263,7 @@ def _plateaus(facts: Facts) -> Findings:
             yield facts.finding("plateau-differs", f"{facts.who} pass {values} to the schedule", row[0].where)
 
 
-def parting(facts: Facts) -> Findings:
+def _parting(facts: Facts) -> Findings:
     """Find where ranks will part, else explain where they do."""
     found: list[Finding] = []
     if not facts.deals_micro_batches and not _is_handled(facts):
@@ -309,15 +323,64 @@ def _has_line(loop: Loop, line: Place, lines: Stack) -> bool:
 def _is_left(loop: Loop, line: Place, left: Collective | None, parted: Parting) -> bool:
     """Return whether a rank is behind a loop: elsewhere in its function, or at the end of the script."""
     if left is None:
-        return parted.is_script_end
+        return parted.end == SCRIPT_END
     in_function = [each for each in left.where if each.shares_function_with(line)]
     return bool(in_function) and not _has_line(loop, line, in_function)
+
+
+# Find metrics that are means of the ranks' means.
+
+_NEAR = 3  # collectives, within which counts may travel with means
+
+
+def _mean_of_means(facts: Facts) -> Findings:
+    """Find metrics that are means of the ranks' means over uneven shares."""
+    for row in facts.collectives:
+        if not _is_mean_of_means(facts, row):
+            continue
+        told = facts.told[facts.ranks[0]]
+        before = told[: told.index(row[0])]
+        epochs = [seen for seen in before if isinstance(seen, Epoch)]
+        where = None
+        if epochs and epochs[-1].loader not in facts.training:  # an evaluation
+            where = in_function_of(row[0].where, epochs[-1].where)
+        severity = "wrong" if where else "suspicious"
+        shares = joined([seen.samples for seen in row])
+        evidence = f"means over {shares} samples, of {facts.who}, are averaged with equal weights"
+        yield facts.finding("mean-of-means", evidence, where, row[0].where, severity=severity)
+
+
+def _is_mean_of_means(facts: Facts, row: list[Collective]) -> bool:
+    first = row[0]
+    is_mean = first.reduction == "AVG" or first.divides
+    if first.op not in ("all_reduce", "reduce") or not is_mean:
+        return False
+    for seen in row:
+        if not any(not float(value).is_integer() for value in seen.values):  # counts
+            return False
+    if any(seen.averages for seen in row):  # gradients, between backward and the step
+        return False
+    is_uneven = not agree(row, "samples") and all(seen.samples for seen in row)
+    return is_uneven and not _carries_counts(facts, row)
+
+
+def _carries_counts(facts: Facts, row: list[Collective]) -> bool:
+    """Return whether the ranks' numbers of samples are reduced as well, about then."""
+    shares = [seen.samples for seen in row]
+    for others in facts.collectives:
+        if abs(others[0].position - row[0].position) > _NEAR:
+            continue
+        for column in zip(*(seen.values for seen in others), strict=False):
+            are_counts = all(float(value).is_integer() and value > 0 for value in column)
+            if list(column) == shares or (are_counts and not all_equal(column)):
+                return True
+    return False
 
 
 # Find files that several ranks write, and values of which one rank alone saves its own.
 
 
-def same_files(facts: Facts) -> Findings:
+def _same_files(facts: Facts) -> Findings:
     """Find files that several ranks save."""
     saved = {rank: by_fields(files, "path") for rank, files in facts.of(File).items()}
     for path in by_fields(facts.all(File), "path"):
@@ -328,7 +391,7 @@ def same_files(facts: Facts) -> Findings:
             yield facts.finding("same-file", evidence, first.where, ranks=ranks)
 
 
-def own_values(facts: Facts) -> Findings:
+def _own_values(facts: Facts) -> Findings:
     """Find values that one rank alone saves, and that differed between ranks from the first step on."""
     writers = [rank for rank, files in facts.of(File).items() if files]
     if len(writers) != 1:
@@ -342,4 +405,4 @@ def own_values(facts: Facts) -> Findings:
             yield facts.finding("own-values-saved", evidence, where)
 
 
-RULES = (parting, same_files, first_of(own_values))
+RULES = (first_of(_mean_of_means), _parting, _same_files, first_of(_own_values))

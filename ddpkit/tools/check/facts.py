@@ -20,7 +20,7 @@ from .observed import Collective, End, Epoch, Join, Step
 from .source import Place, Stack
 
 _RULES: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("rules.json").read_text())
-_SCRIPT_END = "the end of the script"  # where a rank has come that has ended without an error
+SCRIPT_END = "the end of the script"  # where a rank has come that has ended without an error
 Lines = Place | Sequence[Place] | None
 _Seen = TypeVar("_Seen")
 _Told = TypeVar("_Told")
@@ -242,11 +242,6 @@ class Parting(NamedTuple):
     entered: tuple[Collective, Collective | None]
     end: str
 
-    @property
-    def is_script_end(self) -> bool:
-        """Return whether a rank has come to the end of the script."""
-        return self.end == _SCRIPT_END
-
 
 class Order:
     """Holds the collectives of each group, and finds the first that ranks do not enter alike.
@@ -285,7 +280,7 @@ class Order:
         for other in self._ranks:
             theirs = self._of(other, seen.group)[len(own) :]
             if theirs and _signature(theirs[0]) != _signature(seen):
-                self._part(Parting((rank, other), (seen, theirs[0]), ""))
+                self.parted = self.parted or Parting((rank, other), (seen, theirs[0]), "")
         own.append(seen)
 
     def _of(self, rank: int, group: str = "0") -> list[Collective]:
@@ -302,10 +297,8 @@ class Order:
             for rank in others:
                 more = self._of(rank)[count:]
                 if more:
-                    self._part(Parting((rank, ended), (more[0], None), end.reason or _SCRIPT_END))
-
-    def _part(self, parting: Parting) -> None:
-        self.parted = self.parted or parting
+                    reason = end.reason or SCRIPT_END
+                    self.parted = self.parted or Parting((rank, ended), (more[0], None), reason)
 
 
 def _signature(seen: Collective) -> tuple[object, ...]:
@@ -346,13 +339,7 @@ class Outcome:
 
 
 class Watch:
-    """Follows the ranks.
-
-    Args:
-        ranks: The ranks, started.
-        timeout: Bound on the time in which no rank tells anything, in seconds.
-        most: How many optimizer steps a rank makes at most.
-    """
+    """Follows the ranks, started, while they tell something within `timeout` seconds, for at most `most` steps."""
 
     def __init__(self, ranks: Ranks, timeout: float, most: int) -> None:
         self._ranks = ranks

@@ -23,7 +23,7 @@ from .facts import (
     listed,
     name_some,
 )
-from .observed import Averaging, Clip, Collective, Epoch, Gradient, Loaded, Loss, Optimized, Parameter, Step
+from .observed import Averaging, Clip, Collective, Gradient, Loaded, Loss, Optimized, Parameter, Step
 from .source import Place, Stack, rank_condition, scales_by_ranks, setting_lines
 
 _SOME_STEPS = 3  # after which a parameter without a gradient gets none
@@ -177,13 +177,11 @@ def _without_gradients(facts: Facts) -> Findings:
         names = lost or [name for name in names if optimizer.parameters[name].ddp not in skipping]
         if names:
             rule = "gathered-without" if lost else "no-loss"
-            evidence = (
-                f"{name_some(names)}: no gradient at any of {len(optimizer.rows)} optimizer steps, on {facts.who}"
-            )
+            seen = f"no gradient at any of {len(optimizer.rows)} optimizer steps, on {facts.who}"
             where = last.without[names[0]]
             made = optimizer.parameters[names[0]].made
             nearest = in_function_of(made, optimizer.made)
-            yield facts.finding(rule, evidence, where, nearest, made, optimizer.made)
+            yield facts.finding(rule, f"{name_some(names)}: {seen}", where, nearest, made, optimizer.made)
 
 
 # Find replicas that differ at the first step, or later although gradients were equal.
@@ -278,12 +276,11 @@ def _become_equal(rows: list[list[Step]], network: str) -> bool:
     return False
 
 
-# Find losses that are divided by the wrong number, and metrics that are means of the ranks' means.
+# Find losses that are divided by the wrong number.
 
 _EXACT = 1e-3  # relative difference of numbers that are meant to be equal
 _UNEVEN = 1.02  # ratio of counts that are not
 _SCALE_FREE = ("Adam", "Rprop", "Adagrad", "RMSprop", "Lion", "Adadelta")  # a factor of the gradient changes little
-_NEAR = 3  # collectives, within which counts may travel with means
 
 
 _OfLine = TypeVar("_OfLine", Loss, Clip)
@@ -414,50 +411,6 @@ def _counts_travel(facts: Facts) -> bool:
     return False
 
 
-def _mean_of_means(facts: Facts) -> Findings:
-    """Find metrics that are means of the ranks' means over uneven shares."""
-    for row in facts.collectives:
-        if not _is_mean_of_means(facts, row):
-            continue
-        told = facts.told[facts.ranks[0]]
-        before = told[: told.index(row[0])]
-        epochs = [seen for seen in before if isinstance(seen, Epoch)]
-        where = None
-        if epochs and epochs[-1].loader not in facts.training:  # an evaluation
-            where = in_function_of(row[0].where, epochs[-1].where)
-        severity = "wrong" if where else "suspicious"
-        shares = joined([seen.samples for seen in row])
-        evidence = f"means over {shares} samples, of {facts.who}, are averaged with equal weights"
-        yield facts.finding("mean-of-means", evidence, where, row[0].where, severity=severity)
-
-
-def _is_mean_of_means(facts: Facts, row: list[Collective]) -> bool:
-    first = row[0]
-    is_mean = first.reduction == "AVG" or first.divides
-    if first.op not in ("all_reduce", "reduce") or not is_mean:
-        return False
-    for seen in row:
-        if not any(not float(value).is_integer() for value in seen.values):  # counts
-            return False
-    if any(seen.averages for seen in row):  # gradients, between backward and the step
-        return False
-    is_uneven = not agree(row, "samples") and all(seen.samples for seen in row)
-    return is_uneven and not _carries_counts(facts, row)
-
-
-def _carries_counts(facts: Facts, row: list[Collective]) -> bool:
-    """Return whether the ranks' numbers of samples are reduced as well, about then."""
-    shares = [seen.samples for seen in row]
-    for others in facts.collectives:
-        if abs(others[0].position - row[0].position) > _NEAR:
-            continue
-        for column in zip(*(seen.values for seen in others), strict=False):
-            are_counts = all(float(value).is_integer() and value > 0 for value in column)
-            if list(column) == shares or (are_counts and not all_equal(column)):
-                return True
-    return False
-
-
 def _wrong_divisors(facts: Facts) -> Findings:
     if not facts.deals_micro_batches:
         yield from first_of(_uneven_means, _divided_by_all)(facts)
@@ -470,5 +423,4 @@ RULES = (
     first_of(_different_at_start, _different_states, _drifting),
     first_of(_different_buffers),
     _wrong_divisors,
-    first_of(_mean_of_means),
 )

@@ -54,21 +54,13 @@ def _convert(kind: Any, value: Any) -> Any:
 
 
 class End(NamedTuple):
-    """A rank that makes no more steps: the script has ended, unless there is a reason.
+    """A rank that makes no more steps: the script has ended, unless there is a reason."""
 
-    Attributes:
-        code: The exit code.
-        error: The exception that the script has raised, "" if none.
-        where: The lines that led to it.
-        reason: "steps" if the rank has made enough, "spawns" or "forks" if it starts ranks itself.
-        died: How the process was lost, "" if it was not.
-    """
-
-    code: int = 0
-    error: str = ""
-    where: Sequence[Place] = ()
-    reason: str = ""
-    died: str = ""
+    code: int = 0  # the exit code
+    error: str = ""  # the exception that the script has raised, "" if none
+    where: Sequence[Place] = ()  # the lines that led to it
+    reason: str = ""  # "steps" if the rank has made enough, "spawns" or "forks" if it starts ranks itself
+    died: str = ""  # how the process was lost, "" if it was not
 
     @property
     def has_failed(self) -> bool:
@@ -99,35 +91,20 @@ class Sent(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A collective that a rank enters.
+    """A collective that a rank enters."""
 
-    Attributes:
-        op: The name of the function.
-        group: The name of its process group, "0" for that of all ranks.
-        where: The lines that call it.
-        reduction: "SUM" for example, "" if it reduces nothing.
-        dtype: That of its tensor, "" if it has none.
-        shape: That of its tensor.
-        values: The elements of a small tensor.
-        trained: The optimizer, -1 for buffers, and the name of the parameter that the tensor is.
-        samples: How many samples networks were given without gradients since the last step.
-        divides: Whether the function that calls it divides by the number of ranks.
-        averages: Whether there was a backward pass since the last step.
-        position: How many of the group came before, on this rank.
-    """
-
-    op: str
-    group: str
-    where: Stack
-    reduction: str = ""
-    dtype: str = ""
-    shape: Sequence[int] = ()
-    values: Sequence[float] = ()
-    trained: tuple[int, str] | None = None
-    samples: int = 0
-    divides: bool = False
-    averages: bool = False
-    position: int = 0
+    op: str  # the name of the function
+    group: str  # the name of its process group, "0" for that of all ranks
+    where: Stack  # the lines that call it
+    reduction: str = ""  # "SUM" for example, "" if it reduces nothing
+    dtype: str = ""  # that of its tensor, "" if it has none
+    shape: Sequence[int] = ()  # that of its tensor
+    values: Sequence[float] = ()  # the elements of a small tensor
+    trained: tuple[int, str] | None = None  # the optimizer, -1 for buffers, and the parameter that its tensor is
+    samples: int = 0  # how many samples networks were given without gradients since the last step
+    divides: bool = False  # whether the function that calls it divides by the number of ranks
+    averages: bool = False  # whether there was a backward pass since the last step
+    position: int = 0  # how many of the group came before, on this rank
 
 
 class File(NamedTuple):
@@ -155,57 +132,31 @@ class Trains(NamedTuple):
 
 
 class Epoch(NamedTuple):
-    """A loader begins an epoch.
+    """A loader begins an epoch."""
 
-    Attributes:
-        loader: Its key.
-        number: Of the epoch.
-        made: The lines that made the loader.
-        where: The lines that ask for batches.
-        sampler: The class of the sampler that decides the order.
-        sampler_made: The lines that made it.
-        lines: Where the script defines which samples come, [] if it does not.
-        split: The lines that made the subset that it reads.
-        iterable: Whether it reads a stream.
-        has_epoch: Whether the sampler has `set_epoch`.
-        bounded: Whether the loop ends after a number of rounds of its own.
-        rounds: How often the loops around it run, None if that is not known.
-        replaces: Whether samples are drawn with replacement.
-        batch_size: Samples of a batch.
-        drop_last: Whether an incomplete last batch is left out.
-        workers: The number of worker processes.
-        batches: How many there will be, None if that is not known.
-        plan: The indices of the samples, in the dataset that holds them; None if these are no integers.
-        total: The number of samples of the loader's dataset.
-        base: The identity of the dataset that holds the samples.
-        expected: The indices that a subset has, None if it is none.
-        dataset: A digest of what the dataset holds.
-        contents: The same, without regard to the order.
-    """
-
-    loader: str
-    number: int
-    made: Stack
-    where: Stack
-    sampler: str
-    sampler_made: Stack
-    lines: Stack
-    split: Stack
-    iterable: bool
-    has_epoch: bool
-    bounded: bool
-    rounds: int | None
-    replaces: bool
-    batch_size: int
-    drop_last: bool
-    workers: int
-    batches: int | None = None
-    plan: list[int] | None = None
-    total: int = 0
-    base: int = 0
-    expected: list[int] | None = None
-    dataset: str = ""
-    contents: str = ""
+    loader: str  # its key
+    number: int  # of the epoch
+    made: Stack  # the lines that made the loader
+    where: Stack  # the lines that ask for batches
+    sampler: str  # the class of the sampler that decides the order
+    sampler_made: Stack  # the lines that made it
+    lines: Stack  # where the script defines which samples come, [] if it does not
+    split: Stack  # the lines that made the subset that it reads
+    iterable: bool  # whether it reads a stream
+    has_epoch: bool  # whether the sampler has `set_epoch`
+    bounded: bool  # whether the loop ends after a number of rounds of its own
+    rounds: int | None  # how often the loops around it run, None if that is not known
+    replaces: bool  # whether samples are drawn with replacement
+    batch_size: int  # samples of a batch
+    drop_last: bool  # whether an incomplete last batch is left out
+    workers: int  # the number of worker processes
+    batches: int | None = None  # how many there will be, None if that is not known
+    plan: list[int] | None = None  # the indices in the base dataset, None if these are no integers
+    total: int = 0  # the number of samples of the loader's dataset
+    base: int = 0  # the identity of the dataset that holds the samples
+    expected: list[int] | None = None  # the indices that a subset has, None if it is none
+    dataset: str = ""  # a digest of what the dataset holds
+    contents: str = ""  # the same, without regard to the order
 
 
 class EpochSet(NamedTuple):
@@ -309,19 +260,12 @@ class Mistake(NamedTuple):
 
 
 class Parameter(NamedTuple):
-    """A parameter of an optimizer.
+    """A parameter of an optimizer."""
 
-    Attributes:
-        shape: Its shape, None if it is spread over ranks.
-        made: Where it was given to a module.
-        ddp: Where the DDP was made that it is in, None if it is in none.
-        managed: Whether that averages its gradient.
-    """
-
-    shape: list[int] | None
-    made: Stack
-    ddp: Stack | None
-    managed: bool
+    shape: list[int] | None  # its shape, None if it is spread over ranks
+    made: Stack  # where it was given to a module
+    ddp: Stack | None  # where the DDP was made that it is in, None if it is in none
+    managed: bool  # whether that averages its gradient
 
 
 class Optimized(NamedTuple):
@@ -381,25 +325,15 @@ class Call(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """A loss.
+    """A loss."""
 
-    Attributes:
-        where: The lines that compute it.
-        samples: How many samples or tokens it is a mean of.
-        total: The weight with which it enters the gradients.
-        summed: Whether it is no mean.
-        masked: Whether it may leave out some samples or tokens.
-        mistakes: Evidence, by the rule.
-        backward: The number of the backward pass since the last step, -1 before one.
-    """
-
-    where: Stack
-    samples: int
-    total: float
-    summed: bool
-    masked: bool
-    mistakes: dict[str, str]
-    backward: int
+    where: Stack  # the lines that compute it
+    samples: int  # how many samples or tokens it is a mean of
+    total: float  # the weight with which it enters the gradients
+    summed: bool  # whether it is no mean
+    masked: bool  # whether it may leave out some samples or tokens
+    mistakes: dict[str, str]  # evidence, by the rule
+    backward: int  # the number of the backward pass since the last step, -1 before one
 
 
 class Sum(NamedTuple):
@@ -439,68 +373,35 @@ class Evaluated(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step of an optimizer, as it begins.
+    """A step of an optimizer, as it begins."""
 
-    Attributes:
-        optimizer: The number of the optimizer.
-        number: Of the step.
-        where: The lines that call it.
-        made: The lines that made the optimizer.
-        class_name: That of the optimizer.
-        joined: Whether there is a process group.
-        position: Of each loader that feeds the training.
-        parameters: Hashes of those that are not spread over ranks.
-        gradients: Theirs, of those that have one.
-        without: The parameters without a gradient, and where a collective got what they compute.
-        outside: Parameters with a gradient that are in no optimizer, and where they were made.
-        state: Hashes of the optimizer's state.
-        loaded: Where an optimizer's state was loaded last.
-        rates: The learning rates.
-        schedules: Those of the script.
-        wrappers: The instances of DDP.
-        others: Networks that are used and not trained, at the first step.
-        buffers: Running statistics, by network.
-        evaluated: Networks that were evaluated since the last step, and resemble one that is trained.
-        calls: Of networks since the last step.
-        modes: In which the optimizer's networks were called.
-        switched: Where `train` and `eval` were called last.
-        losses: Those that were differentiated.
-        backward: The lines that called `backward` last.
-        divides: Whether the script divides by the number of ranks, there or here.
-        summed: The gradients as they were added up over ranks, None if they were not.
-        events: What happened to the gradients since the last step.
-        scale: By which the loss was multiplied.
-        mistakes: Evidence, by the rule.
-        random: What was drawn since the last step.
-    """
-
-    optimizer: int
-    number: int
-    where: Stack
-    made: Stack
-    class_name: str
-    joined: bool
-    position: list[Position]
-    parameters: dict[str, int]
-    gradients: dict[str, Gradient]
-    without: dict[str, Stack]
-    outside: dict[str, Stack]
-    state: dict[str, int]
-    loaded: Stack
-    rates: list[float]
-    schedules: list[Schedule]
-    wrappers: list[Averaging]
-    others: dict[str, Fixed]
-    buffers: dict[str, Buffers]
-    evaluated: list[Evaluated]
-    calls: list[Call]
-    modes: list[str]
-    switched: dict[str, Stack]
-    losses: list[Loss]
-    backward: Stack
-    divides: bool
-    summed: Sum | None
-    events: list[Event]
-    scale: float
-    mistakes: dict[str, str]
-    random: Draws
+    optimizer: int  # the number of the optimizer
+    number: int  # of the step
+    where: Stack  # the lines that call it
+    made: Stack  # the lines that made the optimizer
+    class_name: str  # that of the optimizer
+    joined: bool  # whether there is a process group
+    position: list[Position]  # of each loader that feeds the training
+    parameters: dict[str, int]  # hashes of those that are not spread over ranks
+    gradients: dict[str, Gradient]  # theirs, of those that have one
+    without: dict[str, Stack]  # the parameters without a gradient, and where a collective got what they compute
+    outside: dict[str, Stack]  # parameters with a gradient that are in no optimizer, and where they were made
+    state: dict[str, int]  # hashes of the optimizer's state
+    loaded: Stack  # where an optimizer's state was loaded last
+    rates: list[float]  # the learning rates
+    schedules: list[Schedule]  # those of the script
+    wrappers: list[Averaging]  # the instances of DDP
+    others: dict[str, Fixed]  # networks that are used and not trained, at the first step
+    buffers: dict[str, Buffers]  # running statistics, by network
+    evaluated: list[Evaluated]  # networks that were evaluated since the last step, and resemble one that is trained
+    calls: list[Call]  # of networks since the last step
+    modes: list[str]  # in which the optimizer's networks were called
+    switched: dict[str, Stack]  # where `train` and `eval` were called last
+    losses: list[Loss]  # those that were differentiated
+    backward: Stack  # the lines that called `backward` last
+    divides: bool  # whether the script divides by the number of ranks, there or here
+    summed: Sum | None  # the gradients as they were added up over ranks, None if they were not
+    events: list[Event]  # what happened to the gradients since the last step
+    scale: float  # by which the loss was multiplied
+    mistakes: dict[str, str]  # evidence, by the rule
+    random: Draws  # what was drawn since the last step
