@@ -100,7 +100,8 @@ class Collectives:
             leaves = [torch.as_tensor(leaf) for leaf in leaves_of(value).values()]
             values = [float(leaf) for leaf in leaves if leaf.numel() == 1]
             group = _name_of(group_of(peers))
-            self._tell(Collective("all_reduce", group, stack(4), "AVG", values=values[:_SMALL]))
+            seen = Collective("all_reduce", group, stack(4), "AVG", values=values[:_SMALL])
+            self._tell(seen)
 
     def _note_sent(self) -> None:
         """Tell once a step that a tensor goes from one rank to another."""
@@ -141,7 +142,8 @@ class Collectives:
         is_sum = tensor.is_floating_point() and _reduction(args, kwargs) == "SUM"
         if is_sum and len(self.sums) < _MANY:
             square = square_of(tensor.detach())
-            self.sums.append(observed.Sum(stack(4), tensor.numel(), square, divides_by_ranks(4)))
+            summed = observed.Sum(stack(4), tensor.numel(), square, divides_by_ranks(4))
+            self.sums.append(summed)
 
     def _note(self, name: str, args: Any, kwargs: Any) -> None:
         tensors = _given(Tensor, args, kwargs)
@@ -242,7 +244,8 @@ def _skipping(facts: Facts) -> Findings:
     for steps in facts.steps:
         lines = lines or skipping_lines(steps[0].where)
         if lines and not agree(steps, "position"):
-            batches = joined([step.position[-1].batch for step in steps if step.position])
+            positions = [step.position[-1] for step in steps if step.position]
+            batches = joined([position.batch for position in positions])
             evidence = f"at optimizer step {steps[0].number}, {facts.who} are at batches {batches} of an epoch"
             yield facts.finding("batches-skipped", evidence, lines)
 

@@ -19,7 +19,8 @@ from . import observed
 from .observed import Collective, End, Epoch, Join, Step
 from .source import Place, Stack
 
-_RULES: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("rules.json").read_text())
+_TABLE = Path(__file__).with_name("rules.json")
+_RULES: dict[str, dict[str, str]] = json.loads(_TABLE.read_text())
 SCRIPT_END = "the end of the script"  # where a rank has come that has ended without an error
 Lines = Place | Sequence[Place] | None
 _Seen = TypeVar("_Seen")
@@ -103,8 +104,11 @@ class Facts:
     def rows(self, kind: type[_Seen], *fields: str) -> list[list[_Seen]]:
         """Put records of the ranks side by side that have equal fields; leave out what not all ranks have told."""
         by_rank = [by_fields(told, *fields) for told in self.of(kind).values()]
-        common = [key for key in by_rank[0] if all(key in table for table in by_rank)]
-        return [[table[key][-1] for table in by_rank] for key in common]
+        rows = []
+        for key in by_rank[0]:
+            if all(key in table for table in by_rank):
+                rows.append([table[key][-1] for table in by_rank])
+        return rows
 
     def finding(
         self, rule: str, evidence: str, *lines: Lines, severity: str = "", ranks: Sequence[int] = ()
@@ -383,7 +387,8 @@ class Watch:
         """Bound the time in which no rank tells anything."""
         if self._waits_for_helpers():
             return min(self._timeout, _AFTER_FAILURE)
-        if any(not end.reason and not end.died for end in self._ends.values()):
+        are_regular = [not end.reason and not end.died for end in self._ends.values()]
+        if any(are_regular):
             return min(self._timeout, _AFTER_END)
         return self._timeout
 
@@ -396,8 +401,10 @@ class Watch:
         return any(are_done) and all(are_done) and not any(map(_steps, self._running()))
 
     def _outcome(self, hanging: bool, seconds: float) -> Outcome:
-        facts = Facts({rank.number: rank.records for rank in self._ranks.all}, self._order.parted)
-        steps = min(filter(None, map(_steps, self._ranks.all)), default=0)
+        records = {rank.number: rank.records for rank in self._ranks.all}
+        facts = Facts(records, self._order.parted)
+        made = map(_steps, self._ranks.all)
+        steps = min(filter(None, made), default=0)
         trouble, details = self._describe_trouble(hanging, steps)
         failed = {failure.name: failure.error for failure in facts.all(observed.Failure)}
         return Outcome(facts, steps, trouble, details, seconds, failed)
@@ -407,7 +414,7 @@ class Watch:
             if end.starts_ranks:
                 return "the script starts processes of its own: check the function that they run, as one rank", []
             if end.has_failed:
-                trouble = f"rank {number} {_say_how(end)} after {steps} optimizer steps{_say_error(end)}"
+                trouble = f"rank {number} {_say_how(end, steps)}"
                 if re.search(_NO_GPU, end.error):
                     trouble += ". The script needs a GPU: set it to the CPU, or check it with `--device cuda`"
                 return trouble, self._ranks.all[number].tail()
@@ -429,17 +436,12 @@ class Watch:
         return f"{say_ranks([rank.number for rank in running])} did not end after {ended} had ended", stacks
 
 
-def _say_how(end: End) -> str:
-    if end.error:
-        return "failed"
-    return end.died or f"exited with code {end.code}"
-
-
-def _say_error(end: End) -> str:
+def _say_how(end: End, steps: int) -> str:
+    after = f"after {steps} optimizer steps"
     if not end.error:
-        return ""
+        return f"{end.died or f'exited with code {end.code}'} {after}"
     where = f" at {end.where[0]}" if end.where else ""
-    return f"{where}: {end.error}"
+    return f"failed {after}{where}: {end.error}"
 
 
 def _steps(rank: Rank) -> int:

@@ -357,7 +357,9 @@ def _divided_by_all(facts: Facts) -> Findings:
         return
     lines = by_line(first[0].losses)
     for line in lines:
-        weights = [[_weight(step, line) for step in steps] for steps in facts.steps]
+        weights = []
+        for steps in facts.steps:
+            weights.append([_weight(step, line) for step in steps])
         uneven = [each for each in weights if not all_equal([round(weight, 4) for weight in each])]
         if not uneven:
             continue

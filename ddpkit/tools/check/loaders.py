@@ -163,7 +163,8 @@ class Samples:
 
     def position(self) -> list[Position]:
         """Tell which batch of which epoch each loader that trains has yielded last."""
-        return [Position(each.key, each.epoch, each.batches) for each in self._all if each.trains]
+        training = [loader for loader in self._all if loader.trains]
+        return [Position(loader.key, loader.epoch, loader.batches) for loader in training]
 
     def begin_step(self) -> None:
         """Forget what belongs to the step that has ended."""
@@ -187,7 +188,7 @@ class Samples:
         """Note that a loader begins anew, and let it tell which samples it will yield."""
         if first_iter:  # `__init__` resets the iterator, too
             return
-        self.windows.pause()
+        self.windows.end()
         known = self._known(loader)
         known.epoch += 1
         known.batches = 0
@@ -250,7 +251,7 @@ class Samples:
             before(kind, "set_epoch", look)
 
     def _next(self, original: Function) -> Function:
-        pause, note = guarded(self.windows.pause), guarded(self._note_batch)
+        pause, note = guarded(self.windows.end), guarded(self._note_batch)
         open_window = guarded(self.windows.open)
 
         def call(iterator: Any) -> Any:
@@ -306,8 +307,9 @@ class Samples:
         """Tell which random numbers a dataset has drawn for a batch."""
         info = get_worker_info()
         worker = None if info is None else info.id
-        drawn = tracer.found
-        tell(Fetch(worker, self._fetches, content(batch), *self._begun, drawn, current().step))
+        loader, epoch = self._begun
+        fetch = Fetch(worker, self._fetches, content(batch), loader, epoch, tracer.found, current().step)
+        tell(fetch)
 
 
 def _own_lines(loader: Any, sampler: Any) -> Stack:
@@ -418,7 +420,7 @@ def _digest_of(dataset: Any, depth: int = 3) -> tuple[str, str]:
 
 
 def _unordered(value: Any) -> str:
-    is_list = isinstance(value, list | tuple | np.ndarray | torch.Tensor)
-    if not is_list or getattr(value, "ndim", 1) == 0 or not 2 <= len(value) <= _UNORDERED:
+    is_list = isinstance(value, list | tuple | np.ndarray | torch.Tensor) and getattr(value, "ndim", 1) > 0
+    if not is_list or not 2 <= len(value) <= _UNORDERED:
         return digest(value)
     return f"{len(value)} {sum(zlib.crc32(digest(child).encode()) for child in value)}"

@@ -133,7 +133,10 @@ class Modules:
     def wrapper_inside(self, network: nn.Module) -> Wrapped | None:
         """Find the first DDP whose module is a part of a network."""
         parts = list(network.modules())
-        return next((wrapped for wrapped in self.wrapped.values() if wrapped.inner in parts), None)
+        for wrapped in self.wrapped.values():
+            if wrapped.inner in parts:
+                return wrapped
+        return None
 
     def is_used(self, network: nn.Module) -> bool:
         """Return whether a network was called, or a part of it, or one that it is a part of."""
@@ -225,8 +228,9 @@ class Modules:
     def _look_for_bypass(self, module: nn.Module) -> None:
         for wrapped in self.wrapped.values():
             if id(module) in wrapped.inside and not wrapped.bypassed:
-                frames = [frame for frame in own_frames() if id(_self_of(frame)) not in wrapped.inside]
-                wrapped.bypassed = [place_of(frame) for frame in frames[:_DEEPEST]]
+                frames = list(own_frames())
+                outside = [frame for frame in frames if id(_self_of(frame)) not in wrapped.inside]
+                wrapped.bypassed = [place_of(frame) for frame in outside[:_DEEPEST]]
 
     def _switch(self, module: nn.Module, mode: bool = True) -> None:
         if sys._getframe(3).f_code is not _TRAIN.__code__:  # which calls itself for the parts of a module

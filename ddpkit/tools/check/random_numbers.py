@@ -144,11 +144,8 @@ class Tracer:
         self._state = now
 
 
-class Windows:
+class Windows(Tracer):
     """Watches the random numbers that a training step draws outside of its loader."""
-
-    def __init__(self) -> None:
-        self._tracer = Tracer()
 
     def install(self) -> None:
         """Note where generators are seeded, and where lists are shuffled."""
@@ -172,9 +169,9 @@ class Windows:
 
     def _note_draw(self, state: int, result: torch.Tensor) -> None:
         """Note what is drawn from a generator that was given, in a step."""
-        if self._tracer.is_looking and len(self._tracer.found.drawn) < _MANY:
-            self._tracer.found.lines.extend(stack(1))
-            self._tracer.add(Draw(_GIVEN, state, result.numel()))
+        if self.is_looking and len(self.found.drawn) < _MANY:
+            self.found.lines.extend(stack(1))
+            self.add(Draw(_GIVEN, state, result.numel()))
 
     def _note(self, kind: str) -> Function:
         def look() -> None:
@@ -185,22 +182,13 @@ class Windows:
 
     def open(self) -> None:
         """Begin to watch, after a batch was fetched or a step has ended."""
-        self.pause()
-        self._tracer.begin(traces=current().step == 1)  # the lines are the same ones in other steps
-
-    def pause(self) -> None:
-        """Note what was drawn since `open`, before a loader draws for itself."""
-        self._tracer.end()
-
-    def close(self) -> Draws:
-        """Return what this step has drawn, and where."""
-        self.pause()
-        return self._tracer.found
+        self.end()
+        self.begin(traces=current().step == 1)  # the lines are the same ones in other steps
 
     def begin_step(self) -> None:
         """Forget what belongs to the step that has ended."""
-        self.pause()
-        self._tracer.found.drawn.clear()
+        self.end()
+        self.found.drawn.clear()
         self.open()
 
 

@@ -178,9 +178,10 @@ def _differently_split(facts: Facts, epoch: Epoch, parts: list[set[int]]) -> Fin
     evidence = f"{facts.who} hold different parts of the samples: {others} of rank 0's {len(parts[0])} are not in all"
     trained = set.union(*parts)
     for row in facts.epochs:
-        held = set(row[0].expected or ())
-        is_validation = row[0].loader not in facts.training and row[0].dataset == epoch.dataset
-        if is_validation and held & trained:
+        other = row[0]
+        held = set(other.expected or ())
+        is_validation = other.loader not in facts.training
+        if is_validation and other.dataset == epoch.dataset and held & trained:
             evidence += f"; {len(held & trained)} of the {len(held)} that rank 0 validates on are trained on elsewhere"
             break
     return facts.finding("split-differs", evidence, epoch.split, seeding(facts, "torch"), epoch.made)
@@ -231,9 +232,11 @@ def _validated_in_training(facts: Facts) -> Findings:
             trained |= samples
         elif samples:
             others.setdefault(epoch.loader, set()).update(samples)
-    are_folds = len(facts.first(Optimized)) > 1  # perhaps
-    if are_folds or any(trained.isdisjoint(samples) or trained <= samples for samples in others.values()):
+    if len(facts.first(Optimized)) > 1:  # perhaps of folds
         return
+    for samples in others.values():
+        if trained.isdisjoint(samples) or trained <= samples:
+            return
     for loader, samples in others.items():
         epoch = known[loader]
         evidence = f"{len(trained & samples)} of the {len(samples)} samples of this loader are trained on"

@@ -273,11 +273,12 @@ def setting_lines(stack: Stack, key: str) -> Stack:
 
 def calls_method(place: Place, method: str) -> bool:
     """Return whether the file of a line calls a method of what that line assigns."""
-    calls = [ast.unparse(node.func) for node in _nodes(_syntax_of(place.file), ast.Call)]
+    calls = _nodes(_syntax_of(place.file), ast.Call)
+    called = [f".{ast.unparse(call.func)}" for call in calls]
     for node in _enclosing(place):
         for target in getattr(node, "targets", []):
             name = ast.unparse(target).rpartition(".")[2]
-            if any(f".{call}".endswith(f".{name}.{method}") for call in calls):
+            if any(each.endswith(f".{name}.{method}") for each in called):
                 return True
     return False
 
@@ -334,15 +335,19 @@ def scales_by_ranks(file: str) -> bool:
         text = ast.unparse(node) if isinstance(node, ast.Call) else ""
         if "mean" in text and ("reduce" in text or "gather" in text):
             return True
-        if isinstance(getattr(node, "op", None), ast.Mult | ast.Div) and _holds_ranks(node, file):
+        operation = getattr(node, "op", None)
+        if isinstance(operation, ast.Mult | ast.Div) and _holds_ranks(node, file):
             return True
     return False
 
 
 def _holds_ranks(node: ast.AST, file: str) -> bool:
     """Return whether an expression has the number of ranks in it, also by a variable of its file."""
-    names = {ast.unparse(part) for part in ast.walk(node) if isinstance(part, ast.Name | ast.Attribute)}
-    return _mentions(node, _OF_RANKS) or bool(names & _numbers_of_ranks(file))
+    if _mentions(node, _OF_RANKS):
+        return True
+    parts = [part for part in ast.walk(node) if isinstance(part, ast.Name | ast.Attribute)]
+    names = set(map(ast.unparse, parts))
+    return not names.isdisjoint(_numbers_of_ranks(file))
 
 
 @cache

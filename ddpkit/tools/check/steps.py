@@ -99,10 +99,18 @@ class Losses:
             count = int((target != kwargs.get("ignore_index", -100)).sum())
         is_masked = not target.is_floating_point() and count < target.numel() and input.ndim < _IMAGES
         is_summed = reduction != "mean"
-        mistakes = _mistakes(name, input, target)
+        loss = Loss(
+            where=stack(3),
+            samples=count,
+            total=0.0,
+            summed=is_summed,
+            masked=is_summed or is_masked,
+            mistakes=_mistakes(name, input, target),
+            backward=-1,
+        )
         found = self._found
         number = len(found)
-        found.append(Loss(stack(3), count, 0.0, is_summed, is_summed or is_masked, mistakes, -1))
+        found.append(loss)
 
         def arrived(gradient: Tensor) -> None:
             loss = found[number]
@@ -227,10 +235,13 @@ class Steps:
                 continue
             self.collectives.trained[plain.data_ptr()] = (known.number, name)
             hashes[name] = hash_of(plain)
-            gradient = whole(p.grad) if p.grad is not None and not p.grad.is_sparse else None
+            if p.grad is None or p.grad.is_sparse:
+                continue
+            gradient = whole(p.grad)
             if gradient is not None:
                 gradients[name] = gradient
         summed = self._summed(list(gradients.values()))
+        self.windows.end()
         step = Step(
             optimizer=known.number,
             number=known.steps,
@@ -261,7 +272,7 @@ class Steps:
             events=known.events,
             scale=self.loop.scale,
             mistakes=self.loop.mistakes(optimizer),
-            random=self.windows.close(),
+            random=self.windows.found,
         )
         tell(step)
         known.events = []
@@ -311,10 +322,11 @@ class Steps:
         found = {}
         for name, root in roots():
             tensors = [*root.parameters(), *root.buffers()]
-            others = [t for t in tensors if whole(t) is not None]
-            is_trained = any(id(t) in trained for t in tensors)
+            others = [tensor for tensor in tensors if whole(tensor) is not None]
+            is_trained = any(id(tensor) in trained for tensor in tensors)
             if others and not is_trained and self.modules.is_used(root):
-                found[name] = Fixed([hash_of(t) for t in others], self.modules.made(others[0]))
+                hashes = list(map(hash_of, others))
+                found[name] = Fixed(hashes, self.modules.made(others[0]))
         return found
 
     def _note_buffers(self) -> None:

@@ -342,8 +342,8 @@ def _schedules(facts: Facts) -> Findings:
     """Find schedules that step too often, or never."""
     steps = facts.first(Step)
     epochs = sum(end.loader in facts.training for end in facts.first(EpochEnd))
-    at_steps = [step.schedules for step in (*steps[:1], *steps[-1:])]
-    for first, schedule in zip(*at_steps, strict=False):
+    ends = [*steps[:1], *steps[-1:]]
+    for first, schedule in zip(*(step.schedules for step in ends), strict=False):
         where = schedule.made
         if schedule.length is not None and schedule.steps > schedule.length:
             seen = f"it has made {schedule.steps} steps, and `T_max` is {schedule.length}"
@@ -406,7 +406,8 @@ def _divided_twice(facts: Facts) -> Findings:
         full = [each for each in weights if len(each) == many]
         if many < 2 or len(full) < 2:
             continue
-        if all(near(weight, 1 / many**2) for weight in chain.from_iterable(full)):
+        share = 1 / many**2
+        if all(near(weight, share) for weight in chain.from_iterable(full)):
             first = steps[0]
             seen = f"each of {many} micro-batches of a step has the weight 1/{many**2} instead of 1/{many}"
             yield facts.finding("divided-twice", seen, first.backward, first.losses[0].where)
