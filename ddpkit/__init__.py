@@ -90,7 +90,7 @@ if TYPE_CHECKING:
     from .exact.loader import make_micro_batch_loader
     from .gradient_exchange import average_gradients, averaging
     from .guard import StepGuard, find_batch_size
-    from .spawning.spawn import spawn
+    from .spawning import spawn
     from .stop import Stop, stopping
     from .survival.survive import Attempt, survive
     from .weighted import DistributedWeightedSampler
@@ -196,7 +196,7 @@ _LOADED_AT_USE = {  # names that most scripts do not need; listed above, too, fo
     "averaging": "gradient_exchange",
     "StepGuard": "guard",
     "find_batch_size": "guard",
-    "spawn": "spawning.spawn",
+    "spawn": "spawning",
     "Stop": "stop",
     "stopping": "stop",
     "Attempt": "survival.survive",

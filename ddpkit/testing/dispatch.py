@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ..errors import PeerError
-from ..spawning.rank_process import dump_call, first_cause, open_reply
+from ..spawning import dump_call, first_cause, open_reply
 from .merging import merge, merge_late
 from .pool import Answer, Pools
 from .rank import RunOptions, RunTest, Task, Warned

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..join.store import host_on
-from ..spawning.rank_process import RankProcess, describe_exit, rank_environment, wait_for_messages
+from ..spawning import RankProcess, describe_exit, rank_environment, wait_for_messages
 from .rank import Done, Leftovers, RunOptions, Task, Warned, main
 
 PRELOADED = ["ddpkit.testing.rank", "torch._dynamo"]  # DDP imports the second

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from ..errors import DdpkitError, PeerError
 from ..job import current_job, lifecycle
 from ..signals import put_back_unused
-from ..spawning.rank_process import call_and_reply, replace_environment
+from ..spawning import call_and_reply, replace_environment
 from ..watch import stop_agreement, thread
 from . import cleaning
 
@@ -292,7 +292,7 @@ class RankPlugin:
         reply = call_and_reply(task.work, self._begin, may_exit=False)
         capture.suspend_global_capture()
         output = "".join(capture.read_global_capture())
-        return Done(reply.failed, reply, output)
+        return Done(reply.failure is not None, reply, output)
 
     def _begin(self) -> None:
         """Record that the test's own code begins; from now on its time counts."""

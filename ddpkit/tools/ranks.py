@@ -33,9 +33,10 @@ import torch.distributed as dist
 from ..join.store import host_on
 from ..launch import environment
 from ..launch.process_tree import child_processes
-from ..spawning.rank_process import replace_environment
+from ..spawning import replace_environment
 from .cli import positive_seconds
 from .recorder import Record, Recorder
+from .where import request_stack
 
 Body = Callable[[Recorder, int], int]  # what a rank does; see `Ranks`
 _STACK_SIGNAL = signal.SIGUSR2
@@ -53,7 +54,6 @@ _OF_ONE_NODE = {
 }
 _CHUNK = 1 << 16
 _PAUSE = 0.01  # seconds in which more may come: a reader that wakes for each record takes the ranks' cores
-_STACK_WAIT = 3.0  # seconds for a rank to write its stack
 _ENDING = 10.0  # seconds in which killed processes disappear
 
 
@@ -132,17 +132,8 @@ class Rank:
             time.sleep(0.01)
 
     def read_stack(self) -> str:
-        """Ask for the stack of the main thread."""
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, _STACK_SIGNAL)
-        deadline = time.monotonic() + _STACK_WAIT
-        text = ""
-        while time.monotonic() < deadline:
-            time.sleep(0.05)
-            before, text = text, self._stacks.read_text(errors="replace")
-            if text and text == before:
-                break
-        return text
+        """Request the stack of the main thread."""
+        return request_stack(self.pid, _STACK_SIGNAL, self._stacks)
 
     def tail(self) -> list[str]:
         """Return the last lines of the output."""
