@@ -175,17 +175,10 @@ def _run_rank(
     _redirect(outputs)
     forwarder = _Forwarder(pipe.send)
     forwarder.install(parent_logging)
-    threading.Thread(target=_exit_with_parent, args=(pipe,), daemon=True).start()
     reply = call_and_reply(call)
     lifecycle.teardown()
     forwarder.uninstall()
     pipe.send(reply)
-
-
-def _exit_with_parent(pipe: Connection) -> None:
-    with suppress(OSError):
-        pipe.poll(None)
-    os._exit(1)
 
 
 # The process of a rank.
@@ -277,12 +270,18 @@ class RankProcess:
 
 
 def _begin(stack: Connection, env: dict[str, str], main: Callable[..., None], *args: Any) -> None:
-    """Start as a rank: set its environment, and write its stack on request."""
+    """Start as a rank: set its environment, write its stack on request, and exit with the process that launched it."""
     replace_environment(env)
     # a loader's workers start in the user's default way, not in this process's
     multiprocessing.set_start_method(None, force=True)
     faulthandler.register(_STACK_SIGNAL, file=stack.fileno(), all_threads=False)
+    threading.Thread(target=_exit_with_parent, args=(stack,), daemon=True).start()
     main(*args)
+
+
+def _exit_with_parent(stack: Connection) -> None:
+    wait([stack])  # an error: the other end has been closed
+    os._exit(1)
 
 
 def wait_for_messages(ranks: list[R], deadline: float) -> list[R]:
@@ -340,7 +339,7 @@ class _SpawnedRank(RankProcess):
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
-        self.close()  # the rank exits when this pipe closes
+        self.close()  # the rank exits when the pipes close
 
 
 # Functions, arguments and results are pickled by name, otherwise by value.

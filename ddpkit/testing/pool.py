@@ -147,10 +147,7 @@ class _Pool:
     def is_clean(self) -> bool:
         """Return whether every rank has cleaned up after its last task and is reusable."""
         deadline = time.monotonic() + _SETTLING
-        while True:
-            waiting = [rank for rank in self._ranks if rank.leftovers is None]
-            if not waiting:
-                break
+        while waiting := [rank for rank in self._ranks if rank.leftovers is None]:
             ready = wait_for_messages(waiting, deadline)
             if not ready:
                 return False
@@ -202,10 +199,7 @@ class _Pool:
         """Wait until each rank has answered, died, or reached the time-out."""
         deadline = time.monotonic() + _STARTING
         began = False
-        while True:
-            waiting = [rank for rank in self._ranks if not rank.answer.is_known]
-            if not waiting:
-                return
+        while waiting := [rank for rank in self._ranks if not rank.answer.is_known]:
             ready = wait_for_messages(waiting, deadline)
             for rank in ready:
                 rank.receive()

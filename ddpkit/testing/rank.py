@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import logging
+import multiprocessing
 import os
-import queue
+import random
+import signal
 import sys
 import threading
 import time
@@ -17,16 +20,18 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from ..errors import DdpkitError, PeerError
 from ..job import current_job, lifecycle
+from ..launch.process_tree import child_processes
 from ..signals import put_back_unused
 from ..spawning import call_and_reply, replace_environment
-from ..watch import stop_agreement, thread
-from . import cleaning
+from ..torch_internals import groups
+from ..watch import main_thread, stop_agreement, thread
 
 # The messages between the test process and its ranks. A rank sends pairs: the kind of the message, and
 # the message.
@@ -166,7 +171,6 @@ class RankPlugin:
         self._connection = connection
         self._options = options
         self._rank = rank
-        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._store_port: str | None = None  # of the store of the current group
         self._group: object = None
         self._session: Any = None
@@ -204,7 +208,6 @@ class RankPlugin:
         warnings.showwarning = self._show_warning
         self._arguments = [*sys.argv]
         self._threads = torch.get_num_threads()
-        threading.Thread(target=self._listen, name="ddpkit testing", daemon=True).start()
         group_is_whole = False
         try:
             group_is_whole = self._run_tasks()
@@ -220,7 +223,7 @@ class RankPlugin:
 
     def _run_tasks(self) -> bool:
         """Run tasks; return true if the ranks are still as they were before the last one."""
-        before: cleaning.Traces | None = None
+        before: Traces | None = None
         unharmed = True
         while True:
             message = self._wait()
@@ -246,15 +249,17 @@ class RankPlugin:
         logger = thread.log
         logger.disabled = True
         try:
-            return self._inbox.get()
+            return self._connection.recv()
+        except (EOFError, OSError):  # the test process has gone
+            os._exit(1)
         finally:
             logger.disabled = False
 
-    def _run(self, task: Task, env: dict[str, str]) -> cleaning.Traces | None:
+    def _run(self, task: Task, env: dict[str, str]) -> Traces | None:
         """Run a task and send its outcome; return the state before it, None if it failed."""
         try:
             self._prepare(task, env)
-            before = cleaning.traces()
+            before = traces()
             done = self._do(task)
         except PeerError as error:  # between the parts of the test that would report it
             # sent while it is being handled, so that it is not raised again
@@ -274,7 +279,7 @@ class RankPlugin:
         port = os.environ["MASTER_PORT"] if task.join else None
         if self._store_port != port:
             self._leave()
-        cleaning.reset(self._arguments, self._threads)
+        reset(self._arguments, self._threads)
         if task.join and self._store_port is None:
             lifecycle.setup(timeout=timedelta(seconds=task.timeout))
             self._store_port = port
@@ -298,12 +303,12 @@ class RankPlugin:
         """Record that the test's own code begins; from now on its time counts."""
         self._send("began", None)
 
-    def _leftovers(self, before: cleaning.Traces) -> Leftovers:
+    def _leftovers(self, before: Traces) -> Leftovers:
         """Leave the group if the task has or has stopped it, and describe everything left behind."""
         joined = self._group is not None and dist.group.WORLD is self._group
         joined = joined and not stop_agreement.current().is_begun
         put_back_unused()  # they stay if the ranks have stopped
-        found = before.changes()
+        found = changes_since(before)
         if joined:
             found += _try_group()
         else:
@@ -312,13 +317,6 @@ class RankPlugin:
 
     def _send(self, kind: str, message: object) -> None:
         self._connection.send((kind, message))
-
-    def _listen(self) -> None:
-        try:
-            while True:
-                self._inbox.put(self._connection.recv())
-        except (EOFError, OSError):  # the test process has gone
-            os._exit(1)
 
     # One test; its reports are sent at once, because the rank may not finish.
 
@@ -493,3 +491,65 @@ def _needs_group(error: BaseException) -> bool:
 def _is_partly_own(error: BaseException) -> bool:
     """Return whether several fixtures failed, and one of them not by a peer's failure."""
     return hasattr(error, "exceptions") and not _needs_group(error)
+
+
+# Clean up after a test: reset what can be reset, and report the rest.
+
+Traces = dict[str, Any]  # the state that a test should leave unchanged, by name
+_ENDING = ("a thread", "a child process", "a process group")  # sets and a number, which must not grow
+_ENDING_TIME = 1.0  # seconds for threads and processes to end
+_SEED = 0
+# modules whose signal handlers may stay: ddpkit's while it has joined, and torch's, which a loader with
+# workers sets for good, to notice those that die
+_HANDLERS = {main_thread.__name__, "torch.utils.data._utils.signal_handling"}
+
+
+def reset(arguments: list[str], threads: int) -> None:
+    """Start the next test in the state of the first, with these arguments and threads."""
+    sys.argv[:] = arguments
+    random.seed(_SEED)
+    np.random.seed(_SEED)
+    torch.manual_seed(_SEED)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    # to switch it off imports torch._inductor, which takes a second
+    if torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(False)
+    if not dist.is_initialized():  # else setup() has set them
+        torch.set_num_threads(threads)
+
+
+def changes_since(before: Traces) -> list[str]:
+    """Describe what has been added or changed; threads and processes get a moment to end."""
+    deadline = time.monotonic() + _ENDING_TIME
+    while True:
+        now = traces()
+        added = [name for name in _ENDING if not now[name] <= before[name]]
+        if not added or time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    return added + [name for name in before if name not in _ENDING and now.get(name) != before[name]]
+
+
+def traces() -> Traces:
+    """Read the state that cannot be reset."""
+    multiprocessing.active_children()  # reaps those that have ended
+    found: Traces = {
+        "a thread": {thread.ident for thread in threading.enumerate()},
+        "a child process": {*child_processes()},
+        "a process group": len(groups()),
+        "a signal handler": {number: _handler(number) for number in signal.valid_signals()},
+    }
+    for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+        # parts of torch change its loggers when imported
+        if isinstance(logger, logging.Logger) and not logger.name.startswith("torch"):
+            lists = (*logger.handlers,), (*logger.filters,)
+            values = (logger.level, logger.disabled, logger.propagate, *lists)
+            found[f"settings of the logger {logger.name}"] = values
+    return found
+
+
+def _handler(number: int) -> Any:
+    handler = signal.getsignal(number)
+    return signal.SIG_DFL if getattr(handler, "__module__", None) in _HANDLERS else handler
