@@ -263,6 +263,11 @@ class RankProcess:
             patience = _STACK_GOES_ON
         return text.decode(errors="replace") or "  (no answer: stopped?)\n"
 
+    def wait_for_exit(self) -> str:
+        """Wait for the process to end, and describe how."""
+        self.process.join()
+        return describe_exit(self.process.exitcode or 0)
+
     def close(self) -> None:
         """Close the pipes."""
         self.pipe.close()
@@ -294,15 +299,13 @@ def wait_for_messages(ranks: list[R], deadline: float) -> list[R]:
     return list(dict.fromkeys(sources[source] for source in ready))
 
 
-def describe_exit(process: Any) -> str:
-    """Wait for a process to end and describe how: "killed by SIGKILL", or "exited with code 1"."""
-    process.join()
-    code = process.exitcode
+def describe_exit(code: int) -> str:
+    """Describe how a process has ended: "killed by SIGKILL", or "exited with code 1"."""
+    if code >= 0:
+        return f"exited with code {code}"
     if -code in set(signal.Signals):
         return f"killed by {signal.Signals(-code).name}"
-    if code < 0:
-        return f"killed by signal {-code}"
-    return f"exited with code {code}"
+    return f"killed by signal {-code}"
 
 
 class _SpawnedRank(RankProcess):
@@ -327,7 +330,7 @@ class _SpawnedRank(RankProcess):
             return
         self.done = True
         if message is None:
-            self.error = PeerError(self.rank, socket.gethostname(), "lost", describe_exit(self.process))
+            self.error = PeerError(self.rank, socket.gethostname(), "lost", self.wait_for_exit())
         else:
             self.error, self.result = open_reply(self.rank, message)
 

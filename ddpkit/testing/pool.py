@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..join.store import host_on
-from ..spawning import RankProcess, describe_exit, rank_environment, wait_for_messages
+from ..spawning import RankProcess, rank_environment, wait_for_messages
 from .rank import Done, Leftovers, RunOptions, Task, Warned, main
 
 PRELOADED = ["ddpkit.testing.rank", "torch._dynamo"]  # DDP imports the second
@@ -252,7 +252,7 @@ class _WarmRank(RankProcess):
         if message is None:
             self.leftovers = Leftovers(False, ["its death"])
             if not self.answer.is_known:
-                self.answer.problem = describe_exit(self.process).replace("killed", "was killed")
+                self.answer.problem = self.wait_for_exit().replace("killed", "was killed")
             return False
         kind, value = message
         if kind == "report":

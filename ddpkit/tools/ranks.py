@@ -33,7 +33,7 @@ import torch.distributed as dist
 from ..join.store import host_on
 from ..launch import environment
 from ..launch.process_tree import child_processes
-from ..spawning import replace_environment
+from ..spawning import describe_exit, replace_environment
 from .cli import positive_seconds
 from .recorder import Record, Recorder
 from .where import request_stack
@@ -113,7 +113,10 @@ class Rank:
             while data := os.read(self.reader, _CHUNK):
                 self._unread += data
         *lines, self._unread = self._unread.split(b"\n")
-        new = [record for record in map(_parse, lines) if record is not None]
+        new: list[Record] = []
+        for line in lines:
+            with suppress(ValueError):  # it was not written to its end
+                new.append(json.loads(line))
         self.records += new
         return new
 
@@ -125,9 +128,8 @@ class Rank:
         while True:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
-                self.ended = _describe_status(status)
-                return
-            if not wait or time.monotonic() > deadline:
+                self.ended = describe_exit(os.waitstatus_to_exitcode(status)).replace("killed", "was killed")
+            if pid or not wait or time.monotonic() > deadline:
                 return
             time.sleep(0.01)
 
@@ -145,15 +147,6 @@ class Rank:
         for end in (os.killpg, os.kill):
             with suppress(ProcessLookupError, PermissionError):
                 end(self.pid, signal.SIGKILL)
-
-
-def _parse(line: bytes) -> Record | None:
-    """Read a record, None from a line that was not written to its end."""
-    try:
-        record: Record = json.loads(line)
-    except ValueError:
-        return None
-    return record
 
 
 def _take_over(env: dict[str, str], output: int) -> None:
@@ -177,12 +170,6 @@ def _prctl(option: int, value: int) -> None:
     """Set an attribute of this process that Linux knows."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
-def _describe_status(status: int) -> str:
-    if os.WIFSIGNALED(status):
-        return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
-    return f"exited with code {os.WEXITSTATUS(status)}"
 
 
 def exit_when_terminated() -> None:
