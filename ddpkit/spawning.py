@@ -221,6 +221,8 @@ class RankProcess:
         *args: Further arguments for it.
     """
 
+    label = "rank"
+
     def __init__(
         self,
         rank: int,
@@ -235,7 +237,7 @@ class RankProcess:
         self.pipe, theirs = context.Pipe()
         self._stack, stack = context.Pipe(duplex=False)
         everything = (stack, env, main, theirs, *args)
-        self.process = context.Process(target=_begin, args=everything, name=f"rank {rank}")
+        self.process = context.Process(target=_begin, args=everything, name=f"{self.label} {rank}")
         self.process.start()
         theirs.close()
         stack.close()

@@ -31,18 +31,24 @@ class Answer:
 
     Attributes:
         rank: The rank.
+        began: Whether the test's own code runs.
         done: The rank's own message; None if it did not finish.
         problem: Reason why it did not finish, or "".
         stack: Its stack at the time-out.
+        leftovers: The state after the task, None until the rank has cleaned up.
         reports: Its reports of the test, serialised by pytest.
+        late_reports: Reports of tests that were already reported.
         warnings: The warnings of the test.
     """
 
     rank: int
+    began: bool = False
     done: Done | None = None
     problem: str = ""
     stack: str = ""
+    leftovers: Leftovers | None = None
     reports: list[Any] = field(default_factory=list)
+    late_reports: list[Any] = field(default_factory=list)
     warnings: list[Warned] = field(default_factory=list)
 
     @property
@@ -123,10 +129,10 @@ class _Pool:
         self._mark = uuid.uuid4().hex
         self._store = host_on("127.0.0.1")
         self._group_timeout: float | None = None  # of the ranks' current group
-        self._ranks: list[_WarmRank] = []
-        for rank in range(world_size):
-            env = self._environment(rank, world_size)
-            self._ranks.append(_WarmRank(rank, env, options))
+        self._ranks = [
+            _WarmRank(rank, self._environment(rank, world_size), PRELOADED, main, options, rank)
+            for rank in range(world_size)
+        ]
 
     def run(self, task: Task, timeout: float) -> list[Answer]:
         """Run a task on all ranks; `timeout` in seconds, from when all have begun."""
@@ -147,7 +153,7 @@ class _Pool:
     def is_clean(self) -> bool:
         """Return whether every rank has cleaned up after its last task and is reusable."""
         deadline = time.monotonic() + _SETTLING
-        while waiting := [rank for rank in self._ranks if rank.leftovers is None]:
+        while waiting := [rank for rank in self._ranks if rank.answer.leftovers is None]:
             ready = wait_for_messages(waiting, deadline)
             if not ready:
                 return False
@@ -155,7 +161,7 @@ class _Pool:
                 rank.receive()
         for rank in wait_for_messages(self._ranks, time.monotonic()):
             rank.receive()  # its death since
-        leftovers = [rank.leftovers for rank in self._ranks if rank.leftovers]
+        leftovers = [rank.answer.leftovers for rank in self._ranks if rank.answer.leftovers]
         joined = {each.joined for each in leftovers}
         if joined != {True}:
             self._group_timeout = None
@@ -177,9 +183,9 @@ class _Pool:
 
     def take_late_reports(self) -> list[list[Any]]:
         """Return reports of tests that were already reported, by rank, each once."""
-        taken = [rank.late_reports for rank in self._ranks]
+        taken = [rank.answer.late_reports for rank in self._ranks]
         for rank in self._ranks:
-            rank.late_reports = []
+            rank.answer.late_reports = []
         return taken
 
     def kill(self) -> None:
@@ -203,7 +209,7 @@ class _Pool:
             ready = wait_for_messages(waiting, deadline)
             for rank in ready:
                 rank.receive()
-            if not began and all(rank.began or rank.answer.is_known for rank in self._ranks):
+            if not began and all(rank.answer.began or rank.answer.is_known for rank in self._ranks):
                 began = True
                 deadline = time.monotonic() + timeout
             if any(rank.answer.is_known and rank.answer.failed for rank in ready):
@@ -221,18 +227,10 @@ class _WarmRank(RankProcess):
 
     Attributes:
         answer: Outcome of the current task, as far as known.
-        began: Whether the test's own code runs.
-        leftovers: The state after the task, None until this rank has cleaned up.
-        late_reports: Reports of tests that were already reported.
     """
 
-    def __init__(self, rank: int, env: dict[str, str], options: RunOptions) -> None:
-        super().__init__(rank, env, PRELOADED, main, options, rank)
-        self.process.name = f"warm rank {rank}"
-        self.answer = Answer(rank)
-        self.began = False
-        self.leftovers: Leftovers | None = None
-        self.late_reports: list[Any] = []
+    label = "warm rank"
+    answer: Answer
 
     def send(self, message: object) -> None:
         """Send a message; the death of a rank is noticed when it should answer."""
@@ -242,31 +240,22 @@ class _WarmRank(RankProcess):
     def begin(self, task: Task, env: dict[str, str]) -> None:
         """Send a task, and its environment variables."""
         self.answer = Answer(self.rank)
-        self.began = False
-        self.leftovers = None
         self.send((task, env))
 
     def receive(self) -> bool:
         """Receive one message from the rank, or its death; return whether there was a message."""
         message = self.next_message()
+        answer = self.answer
         if message is None:
-            self.leftovers = Leftovers(False, ["its death"])
-            if not self.answer.is_known:
-                self.answer.problem = self.wait_for_exit().replace("killed", "was killed")
+            answer.leftovers = Leftovers(False, ["its death"])
+            if not answer.is_known:
+                answer.problem = self.wait_for_exit().replace("killed", "was killed")
             return False
-        kind, value = message
-        if kind == "report":
-            self.answer.reports.append(value)
-        elif kind == "late report":
-            self.late_reports.append(value)
-        elif kind == "warning":
-            self.answer.warnings.append(value)
-        elif kind == "began":
-            self.began = True
-        elif kind == "done":
-            self.answer.done = value
-        elif kind == "leftovers":
-            self.leftovers = value
+        field, value = message
+        if isinstance(getattr(answer, field), list):
+            getattr(answer, field).append(value)
+        else:
+            setattr(answer, field, value)
         return True
 
     def give_up(self, problem: str) -> None:

@@ -33,8 +33,8 @@ from ..spawning import call_and_reply, replace_environment
 from ..torch_internals import groups
 from ..watch import main_thread, stop_agreement, thread
 
-# The messages between the test process and its ranks. A rank sends pairs: the kind of the message, and
-# the message.
+# The messages between the test process and its ranks. A rank sends pairs: the name of a field of `pool.Answer`,
+# and its value, or an entry of its list.
 
 
 class RunOptions(NamedTuple):
@@ -301,7 +301,7 @@ class RankPlugin:
 
     def _begin(self) -> None:
         """Record that the test's own code begins; from now on its time counts."""
-        self._send("began", None)
+        self._send("began", True)
 
     def _leftovers(self, before: Traces) -> Leftovers:
         """Leave the group if the task has or has stopped it, and describe everything left behind."""
@@ -315,8 +315,8 @@ class RankPlugin:
             self._leave()
         return Leftovers(joined, found)
 
-    def _send(self, kind: str, message: object) -> None:
-        self._connection.send((kind, message))
+    def _send(self, field: str, value: object) -> None:
+        self._connection.send((field, value))
 
     # One test; its reports are sent at once, because the rank may not finish.
 
@@ -366,13 +366,13 @@ class RankPlugin:
             return
         self._failing = None
         report = self._last.ihook.pytest_runtest_makereport(item=self._last, call=ending)
-        self._send_report("late report", report)
+        self._send_report("late_reports", report)
 
-    def _send_report(self, kind: str, report: pytest.TestReport) -> None:
+    def _send_report(self, field: str, report: pytest.TestReport) -> None:
         """Send a report, serialised by pytest."""
         config = self._session.config
         data = config.hook.pytest_report_to_serializable(config=config, report=report)
-        self._send(kind, data)
+        self._send(field, data)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item) -> bool:
@@ -419,7 +419,7 @@ class RankPlugin:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Send the report of a phase."""
         self._any_failed |= report.failed or hasattr(report, "wasxfail")
-        self._send_report("report", report)
+        self._send_report("reports", report)
 
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
         """Send a warning of a test; the test process has collected the files itself."""
@@ -427,7 +427,7 @@ class RankPlugin:
         text = str(warning_message.message)
         place = (warning_message.filename, warning_message.lineno)
         if when == "runtest":
-            self._send("warning", Warned(kind.__module__, kind.__name__, text, *place))
+            self._send("warnings", Warned(kind.__module__, kind.__name__, text, *place))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Store the error that prevents a file from being collected."""

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ... import Context, Launch, LaunchError, distributed, spawn
 from ...collectives.differences import first_of, name_ranks
-from ...errors import describe_error
+from ...errors import DdpkitError, describe_error
 from ...job.device import count_accelerators
 from ...job.job import checked_backend, checked_device
 from ...job.joining import offer_store
@@ -182,8 +182,7 @@ def _check_machine(report: Report, args: argparse.Namespace) -> None:
         device = "cpu"
     report.begin("collective", f"two processes meet and average numbers (at most {args.timeout:g} s)")
     bound = report.time_left()
-    settings = (args.backend, device, bound.total_seconds())
-    mean = spawn(checks.two_ranks, 2, *settings, timeout=bound + timedelta(seconds=10))[0]
+    mean, _ = spawn(checks.two_ranks, 2, args.backend, device, bound, timeout=bound + timedelta(seconds=10))
     report.add(mean._replace(found=f"two processes on {device or 'two accelerators'}: {mean.found}"))
 
 
@@ -218,8 +217,8 @@ def _check_job(report: Report, launch: Launch, args: argparse.Namespace) -> None
 def _check_together(report: Report, context: Context, store: dist.Store) -> None:
     """Run the checks of the joined job, and share all results, so that all exit alike."""
     report.begin("ranks", "asking every rank where it is")
-    report.record |= {name: getattr(context, name) for name in ("node_rank", "local_rank")}
-    report.record["device"] = str(context.device)
+    own = {"node_rank": context.node_rank, "local_rank": context.local_rank, "device": str(context.device)}
+    report.record.update(own)
     report.share(store)
     report.places = [record for record, _ in report.ranks.values()]
     report.add(checks.roll_call(report.places))
@@ -353,9 +352,8 @@ class Report:
 
     def fail(self, error: Exception) -> None:
         """Add the failure of the check that runs now: the error's first line, and its last ones as details."""
-        first, *rest = str(error).strip().splitlines() or [""]
-        is_own = type(error).__module__.startswith("ddpkit")
-        found = first if is_own else f"{type(error).__name__}: {first}"
+        text = str(error) if isinstance(error, DdpkitError) else describe_error(error)
+        found, *rest = text.strip().splitlines()
         self.add(Check("failed", found, _REMEDIES.get(self.doing, _OTHER_REMEDY), rest[-_MANY_LINES:]))
         self.skip_rest(f"{self.doing} failed")
 
@@ -383,8 +381,8 @@ class Report:
             texts = {rank: store.get(key) for rank, key in enumerate(keys) if store.check([key])}
         except RuntimeError as error:
             raise LaunchError("The store is closed, because rank 0 has ended: see its report.") from error
-        others = {rank: read_results(text, keys[rank], rank) for rank, text in texts.items() if rank != self.rank}
-        self.ranks = dict(sorted({**self.ranks, **others}.items()))
+        others = {rank: text for rank, text in texts.items() if rank != self.rank}
+        self.ranks |= {rank: read_results(text, keys[rank], rank) for rank, text in others.items()}
         missing = [rank for rank in range(len(keys)) if rank not in texts]
         if missing:
             raise LaunchError(
@@ -442,19 +440,16 @@ def merge(ranks: Mapping[int, tuple[Record, dict[str, Check]]]) -> dict[str, Che
         ranks_with: dict[str, list[int]] = {}
         for rank, check in of_ranks.items():
             ranks_with.setdefault(check.found, []).append(rank)
-        texts = {found: f"{_name_ranks(those, hosts)}: {found}" for found, those in ranks_with.items()}
+        texts = {}
+        for found, those in ranks_with.items():
+            names = first_of(list(dict.fromkeys(hosts[rank] for rank in those)), _MANY_HOSTS)
+            texts[found] = f"{name_ranks(those)} ({', '.join(names)}): {found}"
         check = worst(of_ranks.values())
         text = texts.pop(check.found)
         if texts and check.status != "ok":
             check = check._replace(found=text)
         merged[name] = check._replace(details=[*check.details, *first_of([*texts.values()], _MANY_LINES)])
     return merged
-
-
-def _name_ranks(ranks: list[int], hosts: dict[int, str]) -> str:
-    """Name ranks and their hosts: "ranks 0, 1, 5 (a, b)"."""
-    names = list(dict.fromkeys(hosts[rank] for rank in ranks))
-    return f"{name_ranks(ranks)} ({', '.join(first_of(names, _MANY_HOSTS))})"
 
 
 def _as_json(report: Report, results: dict[str, Check]) -> str:

@@ -289,9 +289,9 @@ def _listening_inodes(port: int) -> set[str]:
 # Check a job on several ranks: values, versions, and where each rank is.
 
 
-def two_ranks(backend: str | None, device: str | None, seconds: float) -> Check:
+def two_ranks(backend: str | None, device: str | None, timeout: timedelta) -> Check:
     """Join a job and run the check for which two processes on one machine suffice."""
-    with distributed(backend=backend, device=device, timeout=timedelta(seconds=seconds)):
+    with distributed(backend=backend, device=device, timeout=timeout):
         return mean()
 
 
