@@ -156,13 +156,10 @@ def _results(ranks: list[_SpawnedRank], timeout: timedelta, end_together: bool) 
 
 def first_cause(errors: Sequence[tuple[int, BaseException]]) -> BaseException:
     """Choose the first of some ranks' errors that is more than a report of another rank's failure."""
-    _, error = min(errors, key=_is_echo)
-    return error
-
-
-def _is_echo(entry: tuple[int, BaseException]) -> bool:
-    rank, error = entry
-    return isinstance(error, PeerError) and error.rank != rank
+    for rank, error in errors:
+        if not isinstance(error, PeerError) or error.rank == rank:
+            return error
+    return errors[0][1]
 
 
 def _run_rank(
@@ -514,14 +511,11 @@ def _redirect(writers: dict[int, Connection]) -> None:
 
 
 def _describe_logging() -> dict[str, Any]:
-    """Describe this process's logging for its ranks: levels, and which loggers have handlers."""
+    """Describe this process's logging for its ranks: each logger's level, and whether it has handlers."""
     known = {"": logging.root} | logging.root.manager.loggerDict
     loggers = {name: logger for name, logger in known.items() if isinstance(logger, logging.Logger)}
-    return {
-        "levels": {name: logger.level for name, logger in loggers.items() if logger.level},
-        "with_handlers": [name for name, logger in loggers.items() if _has_handler(logger)],
-        "disable": logging.root.manager.disable,
-    }
+    described = {name: (logger.level, _has_handler(logger)) for name, logger in loggers.items()}
+    return {"disable": logging.root.manager.disable, "loggers": described}
 
 
 def _has_handler(logger: logging.Logger) -> bool:
@@ -547,12 +541,12 @@ class _Forwarder(logging.Handler):
 
         Loggers get its levels; those with handlers there and none here get this one.
         """
-        for name, level in parent["levels"].items():
-            logging.getLogger(name).setLevel(level)
         logging.disable(parent["disable"])
-        for name in parent["with_handlers"]:
+        for name, (level, has_handler) in parent["loggers"].items():
             logger = logging.getLogger(name)
-            if not _has_handler(logger):
+            if level:
+                logger.setLevel(level)
+            if has_handler and not _has_handler(logger):
                 logger.addHandler(self)
                 self._loggers.append(logger)
         # a loader's worker must not write to the pipe

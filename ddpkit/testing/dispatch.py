@@ -88,14 +88,9 @@ def _results(answers: list[Answer], timeout: float) -> list[Any]:
 
 def _outcome(answer: Answer) -> tuple[BaseException | None, Any]:
     """Return the error of a rank, or None and its result."""
-    host = socket.gethostname()
-    done = answer.done
-    if done is None:
-        return PeerError(answer.rank, host, "lost", answer.problem), None
-    if isinstance(done.value, str):
-        rank = answer.rank if done.heard_of is None else done.heard_of
-        return PeerError(rank, host, "lost", "could not start", done.value), None
-    return open_reply(answer.rank, done.value)
+    if answer.done is None or answer.done.reply is None:
+        return PeerError(answer.rank, socket.gethostname(), "lost", answer.problem), None
+    return open_reply(answer.rank, answer.done.reply)
 
 
 def _pools_of(config: pytest.Config) -> Pools:
@@ -290,11 +285,11 @@ def _read(config: pytest.Config, sent: list[Any]) -> Reports:
 
 def _reports_of(item: pytest.Item, answer: Answer) -> Reports:
     """Read the reports of one rank, or create one if it could not begin, or a peer's failure ended it."""
-    done = answer.done
-    if done is None or not isinstance(done.value, str):
+    failure = answer.done and answer.done.reply and answer.done.reply.failure
+    if not failure:
         return _read(item.config, answer.reports)
-    report = _failure(item, "setup", done.value)
-    report.__dict__["ddpkit_echo"] = done.heard_of is not None
+    report = _failure(item, "setup", failure.traceback)
+    report.__dict__["ddpkit_echo"] = failure.rank != answer.rank
     return [report]
 
 

@@ -251,11 +251,11 @@ class _WarmRank(RankProcess):
             if not answer.is_known:
                 answer.problem = self.wait_for_exit().replace("killed", "was killed")
             return False
-        field, value = message
-        if isinstance(getattr(answer, field), list):
-            getattr(answer, field).append(value)
+        name, value = message
+        if isinstance(getattr(answer, name), list):
+            getattr(answer, name).append(value)
         else:
-            setattr(answer, field, value)
+            setattr(answer, name, value)
         return True
 
     def give_up(self, problem: str) -> None:

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 import time
@@ -29,7 +30,7 @@ from ..errors import DdpkitError, PeerError
 from ..job import current_job, lifecycle
 from ..launch.process_tree import child_processes
 from ..signals import put_back_unused
-from ..spawning import call_and_reply, replace_environment
+from ..spawning import Reply, call_and_reply, replace_environment
 from ..torch_internals import groups
 from ..watch import main_thread, stop_agreement, thread
 
@@ -104,15 +105,13 @@ class Done(NamedTuple):
 
     Attributes:
         failed: Whether this rank's part of it failed.
-        value: Result of a call, None for a test; a text if it did not begin.
+        reply: Outcome of a call; of a test only if it did not begin.
         output: Printed output of a call; a test's reports contain theirs.
-        heard_of: The other rank that failed and so ended this one's part; `value` is then a text.
     """
 
     failed: bool
-    value: Any
+    reply: Reply | None = None
     output: str = ""
-    heard_of: int | None = None
 
 
 class Leftovers(NamedTuple):
@@ -263,10 +262,10 @@ class RankPlugin:
             done = self._do(task)
         except PeerError as error:  # between the parts of the test that would report it
             # sent while it is being handled, so that it is not raised again
-            self._send("done", Done(True, f"PeerError: {error}", heard_of=error.rank))
+            self._send("done", _not_begun(error.rank, f"PeerError: {error}"))
             return None
         except Exception:  # it cannot join, for example
-            self._send("done", Done(True, traceback.format_exc()))
+            self._send("done", _not_begun(self._rank, traceback.format_exc()))
             return None
         self._send("done", done)
         return None if done.failed else before
@@ -327,7 +326,7 @@ class RankPlugin:
         if item is None:
             _raise_failure_of_peer()  # it may have interrupted the import
             not_found = f"{test.nodeid} was not found in {test.path} on the ranks.\n"
-            return Done(True, "".join(self._problems) or not_found)
+            return _not_begun(self._rank, "".join(self._problems) or not_found)
         # fixtures kept for another test than this one
         self._end_fixtures(item, group_is_whole=True)
         self._last = item
@@ -338,7 +337,7 @@ class RankPlugin:
             other_file = _Next.from_parent(self._session, name="next")
             following = self._items.get(test.following, other_file)
         item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
-        return Done(self._any_failed, None)
+        return Done(self._any_failed)
 
     def _collect(self, test: RunTest) -> pytest.Item | None:
         """Return a test, collecting its file if necessary; None if it does not exist."""
@@ -447,6 +446,11 @@ class RankPlugin:
     def pytest_enter_pdb(self) -> NoReturn:
         """Forbid a debugger, because no rank has the terminal."""
         pytest.fail("Ranks have no debugger: call the test's function in one process.", pytrace=False)
+
+
+def _not_begun(rank: int, text: str) -> Done:
+    """Describe that a task did not begin, because this rank or another one failed."""
+    return Done(True, Reply(b"", PeerError(rank, socket.gethostname(), "lost", "could not start", text)))
 
 
 class _Next(pytest.Item):

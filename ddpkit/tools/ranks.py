@@ -63,7 +63,7 @@ class Rank:
     Attributes:
         number: Its number.
         pid: Of the process.
-        records: What it has told.
+        records: Its records so far.
         ended: How the process ended, None while it runs.
         reader: Of the pipe through which it tells records.
         end: Of the pipe through which it gets its port, and then, when it is closed, learns that it shall end.

@@ -97,13 +97,13 @@ def _report_in_time(report: Report, check: Callable[[], None], as_json: bool) ->
     deadline = time.monotonic() + seconds
     reason = f"The check did not finish within {seconds:g} s."
 
-    def hurry(number: int, frame: object) -> None:
+    def on_sigterm(number: int, frame: object) -> None:
         nonlocal deadline, reason
         deadline = min(deadline, time.monotonic() + _NOTICE)
         reason = "The check did not finish before the launcher's signal: another rank has failed."
 
     if report.launch is not None and report.rank == 0:
-        signal.signal(signal.SIGTERM, hurry)
+        signal.signal(signal.SIGTERM, on_sigterm)
     stdout = os.dup(1)
     os.dup2(2, 1)  # C++ code may print, too
     thread = threading.Thread(target=check, daemon=True)
@@ -267,7 +267,7 @@ _COLOURS = {"ok": "green", "skipped": "dim", "warning": "yellow", "failed": "red
 STATUSES = tuple(_COLOURS)  # from good to bad
 _MANY_LINES = 16  # of details; a job has more ranks than a terminal has lines
 _MANY_HOSTS = 4
-_RECORD = {  # a rank, as the others hear of it
+_RECORD = {  # fields of a rank's record, and their types
     **dict.fromkeys(("rank", "pid", "node_rank", "local_rank"), int),
     **dict.fromkeys(("host", "device"), str),
     "versions": dict[str, str],

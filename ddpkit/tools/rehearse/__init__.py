@@ -30,10 +30,10 @@ def render_undisturbed(rehearsal: Rehearsal) -> str:
     if rehearsal.reference is None:
         reason = next(iter(rehearsal.excluded.values()))
         return f"{line}; two undisturbed runs differ ({reason}), so nothing can be compared. Is a seed missing?"
-    apart = "equal"
+    distance = "equal"
     if rehearsal.reference.distance:
-        apart = f"at most {rehearsal.reference.distance:.2g} of a step apart"
-    lines = [f"{line}; weights of undisturbed runs {apart}"]
+        distance = f"at most {rehearsal.reference.distance:.2g} of a step apart"
+    lines = [f"{line}; weights of undisturbed runs {distance}"]
     for ranks, reason in rehearsal.excluded.items():
         lines.append(f"             not compared: runs on {count(ranks, 'rank')} differ ({reason})")
     return "\n".join(lines)

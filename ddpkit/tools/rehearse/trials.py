@@ -305,7 +305,7 @@ class Reference:
         distance = self._distance(step, position)
         text = f"step {position + 1} is {distance:.2g} of a step away from the undisturbed run's"
         rates, meant = step["rates"], self._steps[position]["rates"]
-        if not _are_alike(rates, meant):
+        if len(rates) != len(meant) or not np.allclose(rates, meant, rtol=_ALIKE):
             return f"{text}: learning rate {rates}, not {meant}"
         text = f"{text}, with the same learning rate"
         inputs = self._inputs.get(ranks, [])
@@ -332,10 +332,6 @@ def _distance(weights: list[float], others: list[float]) -> float:
     return float(np.linalg.norm(np.subtract(weights, others)))
 
 
-def _are_alike(rates: Sequence[float], others: Sequence[float]) -> bool:
-    return len(rates) == len(others) and bool(np.allclose(rates, others, rtol=_ALIKE))
-
-
 # Compare the tensors and numbers in the files of two folders.
 
 _Entry = Tensor | int | float
@@ -359,11 +355,11 @@ class Difference:
     where: str = ""
     bits: bool = True
 
-    def add(self, apart: float, where: str) -> None:
+    def add(self, distance: float, where: str) -> None:
         """Take in a difference."""
         self.bits = False
-        if apart > self.greatest:
-            self.greatest = apart
+        if distance > self.greatest:
+            self.greatest = distance
             self.where = where
 
 
@@ -386,18 +382,19 @@ def compare_files(first: Path, second: Path, varying: set[str], is_undisturbed: 
         if not expected:
             continue
         name = str(file.relative_to(first))
-        if (second / name).is_file():
-            difference.compared.append(name)
-            found = _read(second / name)
-            for path, entry in expected.items():
-                where = f"{path} in {name}"
-                apart = None if where in varying else _compare(entry, found.get(path))
-                if apart is None:
-                    continue
-                if is_undisturbed and not (isinstance(entry, Tensor) and entry.is_floating_point()):
-                    varying.add(where)
-                else:
-                    difference.add(apart, where)
+        if not (second / name).is_file():
+            continue
+        difference.compared.append(name)
+        found = _read(second / name)
+        for path, entry in expected.items():
+            where = f"{path} in {name}"
+            distance = _compare(entry, found.get(path))
+            if distance is None or where in varying:
+                continue
+            if is_undisturbed and not (isinstance(entry, Tensor) and entry.is_floating_point()):
+                varying.add(where)
+            else:
+                difference.add(distance, where)
     if name and name not in difference.compared:
         difference.add(math.inf, name)
     return difference
@@ -434,25 +431,26 @@ def _read(file: Path) -> dict[str, _Entry]:
         with file.open("rb") as start:
             if start.read(2) != b"PK":  # the archive that `torch.save` writes
                 return {}
-        return dict(_entries(torch.load(file, map_location="cpu", weights_only=True), ""))
+        return dict(_entries(torch.load(file, map_location="cpu", weights_only=True)))
     except Exception:
         return {}
 
 
-def _entries(value: Any, path: str) -> Iterator[tuple[str, _Entry]]:
+def _entries(value: Any, path: str = "") -> Iterator[tuple[str, _Entry]]:
     children: Any = ()
-    if isinstance(value, Tensor):
-        is_state = value.dtype == torch.uint8  # of a generator
-        if value.layout == torch.strided and not (value.is_meta or value.is_complex() or is_state):
-            yield path.removeprefix("."), value
-    elif isinstance(value, int | float):
-        yield path.removeprefix("."), value
-    elif isinstance(value, Mapping):
+    if isinstance(value, Mapping):
         children = value.items()
     elif isinstance(value, list | tuple) and not (len(value) > _MANY and isinstance(value[0], int)):
         children = enumerate(value)
+    elif isinstance(value, int | float) or (isinstance(value, Tensor) and _is_comparable(value)):
+        yield path, value
     for key, child in children:
-        yield from _entries(child, f"{path}.{key}")
+        yield from _entries(child, f"{path}.{key}" if path else str(key))
+
+
+def _is_comparable(tensor: Tensor) -> bool:
+    is_state = tensor.dtype == torch.uint8  # of a generator
+    return tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_complex() or is_state)
 
 
 _FILE_TOLERANCE = 1e-3  # relative difference of tensors in files, where undisturbed runs agree exactly
@@ -502,7 +500,7 @@ class Rehearsal:
         self.excluded: dict[int, str] = {}
         self.length = 0
         self._events: dict[int, RankEvents] = {}  # of undisturbed runs, by their number of ranks
-        self._differences: list[Difference] = []  # between the files of undisturbed runs
+        self._usual = 0.0  # the greatest difference between the files of undisturbed runs
         self._varying: set[str] = set()  # numbers in these files that differ
 
     def run_undisturbed(self) -> None:
@@ -580,7 +578,8 @@ class Rehearsal:
         reason = self.reference.add(run)
         if not reason:
             folders = self._folder / _WHOLE, self._folder / name
-            self._differences.append(compare_files(*folders, self._varying, is_undisturbed=True))
+            difference = compare_files(*folders, self._varying, is_undisturbed=True)
+            self._usual = max(self._usual, difference.greatest)
         return reason
 
     def _check_ends(self, trial: Trial) -> None:
@@ -615,14 +614,13 @@ class Rehearsal:
         difference = trial.difference
         if trial.wrong or self.reference is None:
             return
-        usual = [_MARGIN * other.greatest for other in self._differences]
         if self._args.exact and not difference.compared:
             trial.wrong.append("no file holds tensors or numbers that could be compared bit for bit")
         elif self._args.exact and not difference.bits:
             trial.wrong.append(f"not equal bit for bit: {difference.where}")
-        elif math.isinf(difference.greatest) and not math.isinf(max(usual)):
+        elif math.isinf(difference.greatest) and not math.isinf(self._usual):
             trial.wrong.append(f"{difference.where} is missing or not finite, or differs in number, shape or type")
-        elif difference.greatest > max(_FILE_TOLERANCE, *usual):
+        elif difference.greatest > max(_FILE_TOLERANCE, _MARGIN * self._usual):
             trial.wrong.append(f"{difference.where} differs by {difference.greatest:.2g} of its greatest element")
 
 
