@@ -107,7 +107,7 @@ def _report_late(config: pytest.Config, by_rank: list[list[Any]]) -> None:
     ranks = [_read(config, sent) for sent in by_rank]
     for nodeid in dict.fromkeys(report.nodeid for reports in ranks for report in reports):
         of_test = [[report for report in reports if report.nodeid == nodeid] for reports in ranks]
-        report = _merge_alike(_of_phase("teardown", of_test), of_test)
+        report = _merge_phase(_of_phase("teardown", of_test), of_test)
         if not _is_echo(report):
             _log_late(config, report)
 
@@ -146,7 +146,7 @@ def _reports(item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.Tes
         path=sys.path,
     )
     answers = _pools_of(config).run(_world_size(item), task, limit, fresh)
-    _record_warnings(item, answers)
+    _show_warnings(item, answers)
     return merge(item, answers)
 
 
@@ -166,14 +166,18 @@ def _world_size(item: pytest.Item) -> int:
     return params.get("world_size", 0)
 
 
-def _record_warnings(item: pytest.Item, answers: list[Answer]) -> None:
+def _show_warnings(item: pytest.Item, answers: list[Answer]) -> None:
     """Pass the ranks' warnings to pytest, once if several ranks have the same."""
     counts: Counter[Warned] = Counter()
     for answer in answers:
         counts |= Counter(answer.warnings)
     for warned in counts.elements():
-        record = {"warning_message": _warning(warned), "nodeid": item.nodeid}
-        record |= {"when": "runtest", "location": None}
+        record = {
+            "warning_message": _warning(warned),
+            "nodeid": item.nodeid,
+            "when": "runtest",
+            "location": None,
+        }
         item.ihook.pytest_warning_recorded.call_historic(kwargs=record)
 
 
@@ -211,16 +215,17 @@ def _arguments(config: pytest.Config) -> Iterator[str]:
     """Return the command line of a rank's pytest."""
     option = config.option
     yield from ("--rootdir", str(config.rootpath), "-o", "addopts=", "-p", "no:terminal")
-    for setting in config.known_args_namespace.pythonwarnings or ():
-        yield from ("-W", setting)
-    # a rank has imported ddpkit before its pytest
-    yield from ("-W", "ignore::pytest.PytestAssertRewriteWarning")
     if config.inipath is not None:
         yield from ("-c", str(config.inipath))
-    for setting in option.override_ini or ():
-        yield from ("-o", setting)
-    for plugin in option.plugins or ():
-        yield from ("-p", plugin)
+    several = {
+        # a rank has imported ddpkit before its pytest
+        "-W": [*(config.known_args_namespace.pythonwarnings or ()), "ignore::pytest.PytestAssertRewriteWarning"],
+        "-o": option.override_ini or (),
+        "-p": option.plugins or (),
+    }
+    for flag, values in several.items():
+        for value in values:
+            yield from (flag, value)
     yield f"--capture={option.capture}"
     yield f"--assert={option.assertmode}"
     yield f"--import-mode={option.importmode}"
@@ -229,10 +234,8 @@ def _arguments(config: pytest.Config) -> Iterator[str]:
 
 
 def _can_be_sent(value: Any) -> bool:
-    simple = (str, int, float, bool, type(None))
-    if isinstance(value, (list, tuple, set)):
-        return all(isinstance(entry, simple) for entry in value)
-    return isinstance(value, simple)
+    values = value if isinstance(value, (list, tuple, set)) else [value]
+    return all(isinstance(each, (str, int, float, bool, type(None))) for each in values)
 
 
 def _coverage_settings() -> dict[str, Any] | None:
@@ -270,7 +273,7 @@ def merge(item: pytest.Item, answers: list[Answer]) -> Reports:
         # the calls of ranks whose fixtures did not fail
         if not reports or (failed_before and phase == "call"):
             continue
-        report = _merge_alike(reports, ranks)
+        report = _merge_phase(reports, ranks)
         if failed_before and report.failed and _is_echo(report):
             report.outcome = "passed"
             report.longrepr = None
@@ -325,7 +328,7 @@ def _of_phase(phase: str, ranks: list[Reports]) -> ByRank:
     return found
 
 
-def _merge_alike(alike: ByRank, ranks: list[Reports]) -> pytest.TestReport:
+def _merge_phase(alike: ByRank, ranks: list[Reports]) -> pytest.TestReport:
     """Choose the most important of several ranks' reports of one phase, and add the others' outcomes.
 
     Args:

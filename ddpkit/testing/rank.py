@@ -223,19 +223,19 @@ class RankPlugin:
     def _run_tasks(self) -> bool:
         """Run tasks; return true if the ranks are still as they were before the last one."""
         before: Traces | None = None
-        unharmed = True
+        is_intact = True
         while True:
             message = self._wait()
             if message is None:
-                return unharmed
-            unharmed = False
+                return is_intact
+            is_intact = False
             if message != "clean up":
                 before = self._run(*message)
                 if before is None:
                     lifecycle.teardown()  # the process will not be used again
             elif before is not None:  # all ranks have done it
                 leftovers = self._leftovers(before)
-                unharmed = not leftovers.traces
+                is_intact = not leftovers.traces
                 self._send("leftovers", leftovers)
 
     def _wait(self) -> Any:

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from ..join.store import host_on
 from ..launch import environment
 from ..launch.process_tree import child_processes
-from ..spawning import describe_exit, replace_environment
+from ..spawning import describe_exit, rank_environment, replace_environment
 from .cli import positive_seconds
 from .recorder import Record, Recorder
 from .where import request_stack
@@ -42,15 +42,11 @@ Body = Callable[[Recorder, int], int]  # what a rank does; see `Ranks`
 _STACK_SIGNAL = signal.SIGUSR2
 _SET_PDEATHSIG = 1
 _SET_CHILD_SUBREAPER = 36
-_AS_RANK = ("RANK", "LOCAL_RANK", "ROLE_RANK")
-_AS_WORLD_SIZE = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")
 _OF_ONE_NODE = {
     **dict.fromkeys(("GROUP_RANK", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"), "0"),
     "GROUP_WORLD_SIZE": "1",
     "ROLE_NAME": "default",
-    "MASTER_ADDR": "127.0.0.1",
     "TORCHELASTIC_RUN_ID": "none",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
 _CHUNK = 1 << 16
 _PAUSE = 0.01  # seconds in which more may come: a reader that wakes for each record takes the ranks' cores
@@ -244,7 +240,9 @@ def _environment(rank: int, number: int, device: str) -> dict[str, str]:
         number: Of all ranks.
         device: "cpu" hides the GPUs.
     """
-    env = os.environ | dict.fromkeys(_AS_RANK, str(rank)) | dict.fromkeys(_AS_WORLD_SIZE, str(number)) | _OF_ONE_NODE
+    env = rank_environment(rank, number, port=0) | _OF_ONE_NODE
+    env |= {"ROLE_RANK": env["RANK"], "ROLE_WORLD_SIZE": env["WORLD_SIZE"]}
+    del env["DDPKIT_SPAWN"]
     env.setdefault("OMP_NUM_THREADS", "1")
     if device == "cpu":
         env |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}  # without it, accelerate starts no group
