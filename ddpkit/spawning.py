@@ -328,10 +328,7 @@ class _SpawnedRank(RankProcess):
             logging.getLogger(record.name).handle(record)
             return
         self.done = True
-        if message is None:
-            self.error = PeerError(self.rank, socket.gethostname(), "lost", self.wait_for_exit())
-        else:
-            self.error, self.result = open_reply(self.rank, message)
+        self.error, self.result = open_reply(self.rank, message or lost(self.rank, self.wait_for_exit()))
 
     def end(self) -> None:
         """End the process, at once if it has not reported yet."""
@@ -426,6 +423,11 @@ def call_and_reply(call: bytes, begin: Callable[[], None] = lambda: None, may_ex
     with suppress(Exception, SystemExit):
         pickled = dump(error)
     return Reply(pickled, PeerError(rank, host, type(error).__name__, message_of(error), trace_of(error)))
+
+
+def lost(rank: int, why: str, trace: str = "") -> Reply:
+    """Return the reply of a rank that gave none."""
+    return Reply(b"", PeerError(rank, socket.gethostname(), "lost", why, trace))
 
 
 def open_reply(rank: int, reply: Reply) -> tuple[BaseException | None, Any]:

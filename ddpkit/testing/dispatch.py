@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import sys
 import time
 import warnings
@@ -17,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from ..errors import PeerError
-from ..spawning import dump_call, first_cause, open_reply
+from ..spawning import dump_call, first_cause, lost, open_reply
 from .pool import Answer, Pools
 from .rank import RunOptions, RunTest, Task, Warned
 
@@ -63,10 +61,7 @@ def call_on_ranks(
     fresh: bool,
 ) -> list[Any]:
     """Call a function on the ranks of this run; see `on_ranks`."""
-    # joining is slow on a busy machine
-    patience = max(timeout, float(config.getini("ranks_timeout")))
-    task = Task(dump_call("on_ranks", fn, args), join, patience, os.getcwd(), sys.path)
-    answers = _pools_of(config).run(nprocs, task, timeout, fresh)
+    answers = _run(config, dump_call("on_ranks", fn, args), nprocs, timeout, join, fresh)
     for answer in answers:
         if answer.done is not None:
             sys.stdout.write(answer.done.output)
@@ -75,31 +70,37 @@ def call_on_ranks(
 
 def _results(answers: list[Answer], timeout: float) -> list[Any]:
     """Return the ranks' results, or raise the error of the first that failed."""
-    outcomes = [(answer.rank, *_outcome(answer)) for answer in answers if not answer.stack]
-    errors = [(rank, error) for rank, error, _ in outcomes if error is not None]
+    errors: list[tuple[int, BaseException]] = []
+    results = []
+    late = ""
+    for answer in answers:
+        if answer.stack:
+            late += f"\nrank {answer.rank}:\n{answer.stack}"
+            continue
+        reply = answer.done and answer.done.reply
+        error, result = open_reply(answer.rank, reply or lost(answer.rank, answer.problem))
+        results.append(result)
+        if error is not None:
+            errors.append((answer.rank, error))
     if errors:
         raise first_cause(errors)
-    late = [f"rank {answer.rank}:\n{answer.stack}" for answer in answers if answer.stack]
     if late:
-        stacks = "\n".join(late)
-        raise TimeoutError(f"on_ranks() ended after {timeout:g} s; not finished:\n{stacks}")
-    return [result for _, _, result in outcomes]
+        raise TimeoutError(f"on_ranks() ended after {timeout:g} s; not finished:{late}")
+    return results
 
 
-def _outcome(answer: Answer) -> tuple[BaseException | None, Any]:
-    """Return the error of a rank, or None and its result."""
-    if answer.done is None or answer.done.reply is None:
-        return PeerError(answer.rank, socket.gethostname(), "lost", answer.problem), None
-    return open_reply(answer.rank, answer.done.reply)
-
-
-def _pools_of(config: pytest.Config) -> Pools:
-    """Return the ranks of this run; the first test that needs ranks starts them."""
+def _run(
+    config: pytest.Config, work: RunTest | bytes, world_size: int, timeout: float, join: bool, fresh: bool
+) -> list[Answer]:
+    """Run a test or a call on the ranks of this run; the first one that needs ranks starts them."""
     state = config.__dict__
     if "_ddpkit_pool" not in state:
         state["_ddpkit_pool"] = Pools(_run_options(config), partial(_report_late, config))
     pools: Pools = state["_ddpkit_pool"]
-    return pools
+    # one group serves all tests but the longest; joining is slow on a busy machine
+    patience = max(timeout, float(config.getini("ranks_timeout")))
+    task = Task(work, join, patience, os.getcwd(), sys.path)
+    return pools.run(world_size, task, timeout, fresh)
 
 
 def _report_late(config: pytest.Config, by_rank: list[list[Any]]) -> None:
@@ -132,20 +133,12 @@ def _reports(item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.Tes
     config = item.config
     marker: Any = item.get_closest_marker("ranks")
     usual = float(config.getini("ranks_timeout"))
-    limit = float(marker.kwargs.get("timeout", usual))
+    options = {"timeout": usual, "join": True, "fresh": False, **marker.kwargs}
     name = re.sub(r"\W", "_", item.name)[:30]
     folder = _temporary(config).mktemp(f"{name}-ranks")
-    fresh = marker.kwargs.get("fresh", False)
-    following = None if fresh else _next_on_these_ranks(item, nextitem)
-    task = Task(
-        RunTest(item.path, item.nodeid, folder, following),
-        join=marker.kwargs.get("join", True),
-        # one group serves all tests but the longest; joining is slow on a busy machine
-        timeout=max(limit, usual),
-        folder=os.getcwd(),
-        path=sys.path,
-    )
-    answers = _pools_of(config).run(_world_size(item), task, limit, fresh)
+    following = None if options["fresh"] else _next_on_these_ranks(item, nextitem)
+    test = RunTest(item.path, item.nodeid, folder, following)
+    answers = _run(config, test, _world_size(item), **options)
     _show_warnings(item, answers)
     return merge(item, answers)
 

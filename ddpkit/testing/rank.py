@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
 import sys
 import threading
 import time
@@ -30,7 +29,7 @@ from ..errors import DdpkitError, PeerError
 from ..job import current_job, lifecycle
 from ..launch.process_tree import child_processes
 from ..signals import put_back_unused
-from ..spawning import Reply, call_and_reply, replace_environment
+from ..spawning import Reply, call_and_reply, lost, replace_environment
 from ..torch_internals import groups
 from ..watch import main_thread, stop_agreement, thread
 
@@ -450,7 +449,7 @@ class RankPlugin:
 
 def _not_begun(rank: int, text: str) -> Done:
     """Describe that a task did not begin, because this rank or another one failed."""
-    return Done(True, Reply(b"", PeerError(rank, socket.gethostname(), "lost", "could not start", text)))
+    return Done(True, lost(rank, "could not start", text))
 
 
 class _Next(pytest.Item):

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -29,8 +29,7 @@ from .cli import count, positive_seconds, show
 _STORE_SECONDS = 5.0  # in which the store must answer
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """What the ranks of a job have answered.
 
     Attributes:
@@ -59,10 +58,10 @@ def ask(address: str, port: int, seconds: float) -> Answer:
     members, claims = _find_members(address, port)
     if members.watch_address is None:
         raise LaunchError("The job runs without the watch, setup(watch=False), so its ranks cannot be asked.")
+    host, number = members.watch_address
     try:
-        connection = connect(*members.watch_address, seconds)
+        connection = connect(host, number, seconds)
     except OSError as error:
-        host, number = members.watch_address
         raise LaunchError(
             f"The watch of rank 0 at {host}:{number} cannot be reached from here: {error}. Ask on the node of rank 0, "
             f"{members.hosts[0]}; if that is here, the process may have ended."
@@ -190,7 +189,7 @@ def jobs_here(processes: Path = Path("/proc")) -> dict[tuple[str, int], str]:
     for folder in sorted(processes.glob("[0-9]*"), key=lambda folder: int(folder.name)):
         with suppress(OSError, LaunchError):  # another user's; ended; hints that contradict each other
             env = environment_of(int(folder.name), processes)
-            if env.get("MASTER_PORT") is None:
+            if "MASTER_PORT" not in env:
                 continue
             launch = detect_launch(env)
             if launch.world_size > 1 and launch.master_addr and launch.master_port:
@@ -227,7 +226,7 @@ def run(args: argparse.Namespace) -> int:
         processes = {claim.rank: str(claim) for claim in answer.claims}
         lines = fold(answer.activities, answer.members.world_size, processes)
         show("\n".join([*lines, *describe(inspect(answer))]))
-    return int(len(answer.activities) < answer.members.world_size)
+    return int(bool(answer.silent))
 
 
 def _only_job() -> tuple[str, int]:

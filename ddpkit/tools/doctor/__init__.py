@@ -486,8 +486,9 @@ def tally(results: dict[str, Check]) -> str:
     parts = []
     for status in STATUSES:
         names = [name for name, check in results.items() if check.status == status]
+        number = count(len(names), status) if status == "warning" else f"{len(names)} {status}"
         if names and status == "ok":
-            parts.append(f"{len(names)} ok")
+            parts.append(number)
         elif names:
-            parts.append(f"{len(names)} {status} ({', '.join(names)})")
+            parts.append(f"{number} ({', '.join(names)})")
     return ", ".join(parts)
