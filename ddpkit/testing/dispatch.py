@@ -234,10 +234,8 @@ def _can_be_sent(value: Any) -> bool:
 def _coverage_settings() -> dict[str, Any] | None:
     """Return how coverage is measured in this process, so that the ranks do the same."""
     coverage = sys.modules.get("coverage")
-    if coverage is None:
-        return None
-    running = coverage.Coverage.current()
-    if running is None:
+    running = coverage and coverage.Coverage.current()
+    if not running:
         return None
     settings = {name: running.get_option(f"run:{name}") for name in _COVERAGE_SETTINGS}
     settings["data_file"] = os.path.abspath(running.get_option("run:data_file"))

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ... import LaunchError, all_reduce_mean, distributed, get_device, get_rank, get_world_size
 from ...collectives.differences import differing_parts
-from ...job.device import MASKS, choose_device, default_backend
+from ...job.device import MASKS, choose_device, count_accelerators, default_backend
 from ...job.lifecycle import check_torch
 from ...join.members import usable_cores
 from ...join.sockets import LOOPBACKS
@@ -89,16 +89,16 @@ def devices(look_inside: bool) -> Check:
     Args:
         look_inside: Open each, and read its free memory.
     """
-    current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if current is None:
+    number = count_accelerators()
+    if not number:
         return _no_accelerator()
-    number = int(getattr(torch, current.type).device_count())
+    first = choose_device(None, 0, number)
     status, remedy = "ok", ""
     lines: list[str] = []
     for local_rank in range(number):
         device = choose_device(None, local_rank, number)
         line = f"local rank {local_rank} -> {device}"
-        if look_inside and current.type == "cuda":
+        if look_inside and first.type == "cuda":
             try:
                 free, total = torch.cuda.mem_get_info(device)
             except RuntimeError as error:
@@ -109,8 +109,8 @@ def devices(look_inside: bool) -> Check:
                 line += ": in use by another process"
                 status, remedy = "warning", _BUSY_DEVICE
         lines.append(line)
-    backend = default_backend(torch.device(current.type, 0), shared=False)
-    found = f"{number} x {current.type}, backend {backend}; {set_variables(*MASKS) or 'no device is hidden'}"
+    backend = default_backend(first, shared=False)
+    found = f"{number} x {first.type}, backend {backend}; {set_variables(*MASKS) or 'no device is hidden'}"
     return Check(status, found, remedy, lines)
 
 
@@ -182,8 +182,10 @@ def interface() -> Check:
     named = os.environ.get("GLOO_SOCKET_IFNAME", "")
     missing = [name for name in named.split(",") if name and name not in here]
     if missing:
-        found = f"GLOO_SOCKET_IFNAME={named}, but there is no {', '.join(missing)}; "
-        found += f"the interfaces of {host} are {', '.join(here)}"
+        found = (
+            f"GLOO_SOCKET_IFNAME={named}, but there is no {', '.join(missing)}; "
+            f"the interfaces of {host} are {', '.join(here)}"
+        )
         return Check("failed", found, "Name one that every node has, or unset the variable.")
     if named:
         found = f"gloo uses {named} (GLOO_SOCKET_IFNAME)"
@@ -196,9 +198,11 @@ def interface() -> Check:
     if is_reachable:
         return Check("ok", found)
     others = " or ".join(name for name in here if name not in LOOPBACKS) or "<interface>"
-    remedy = f"For jobs on several nodes, on each: export GLOO_SOCKET_IFNAME={others} (or give {host} its own "
-    remedy += f"address in /etc/hosts). Where other nodes cannot resolve {host}, torchrun hangs: give it "
-    remedy += "--local-addr=<address of its node>."
+    remedy = (
+        f"For jobs on several nodes, on each: export GLOO_SOCKET_IFNAME={others} (or give {host} its own "
+        f"address in /etc/hosts). Where other nodes cannot resolve {host}, torchrun hangs: give it "
+        "--local-addr=<address of its node>."
+    )
     return Check("warning", f"{found}, but other nodes cannot reach it", remedy)
 
 
