@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -252,10 +253,7 @@ ByRank = dict[int, pytest.TestReport]  # of the same phase
 
 def merge(item: pytest.Item, answers: list[Answer]) -> Reports:
     """Report a test as one, from its outcomes on all ranks."""
-    ranks = [_reports_of(item, answer) for answer in answers]
-    lost = [answer for answer in answers if answer.done is None]
-    if lost:
-        return [_merge_lost(item, lost, ranks)]
+    ranks = [_reports_of(item, answer, len(answers)) for answer in answers]
     _move_echoes(ranks)
     merged: Reports = []
     for phase in _PHASES:
@@ -277,14 +275,19 @@ def _read(config: pytest.Config, sent: list[Any]) -> Reports:
     return [read(config=config, data=data) for data in sent]
 
 
-def _reports_of(item: pytest.Item, answer: Answer) -> Reports:
-    """Read the reports of one rank, or create one if it could not begin, or a peer's failure ended it."""
+def _reports_of(item: pytest.Item, answer: Answer, world_size: int) -> Reports:
+    """Read the reports of one rank; create one if it hung, died or could not begin, or a peer's failure ended it."""
+    reports = _read(item.config, answer.reports)
     failure = answer.done and answer.done.reply and answer.done.reply.failure
-    if not failure:
-        return _read(item.config, answer.reports)
-    report = _failure(item, "setup", failure.traceback)
-    report.__dict__["ddpkit_echo"] = failure.rank != answer.rank
-    return [report]
+    if answer.done is None:
+        text = f"Rank {answer.rank} of {world_size} {answer.problem}."
+        if answer.stack:
+            text += f"\nIt was here:\n{answer.stack}"
+        is_ending = len(reports) > 1 or any(map(_has_failed, reports))
+        reports.append(_failure(item, "teardown" if is_ending else "call", text, ddpkit_lost=True))
+    elif failure:
+        reports.append(_failure(item, "setup", failure.traceback, ddpkit_echo=failure.rank != answer.rank))
+    return reports
 
 
 def _has_failed(report: pytest.TestReport) -> bool:
@@ -353,7 +356,7 @@ def _importance(report: pytest.TestReport) -> tuple[int, float]:
         order = 2 if _is_echo(report) else 0  # an echo of an expected failure is expected, too
     else:
         order = 4 if report.skipped else 5
-    return order, getattr(report, "ddpkit_time", 0.0)
+    return order, getattr(report, "ddpkit_time", math.inf)
 
 
 def _disagreement(alike: ByRank) -> str:
@@ -377,7 +380,7 @@ def _sections(
 
 
 def _describe(reports: Reports) -> str:
-    """Describe the outcome on one rank, on one line."""
+    """Describe the outcome on one rank: on one line, but for a rank that hung or died."""
     if not reports:
         return "nothing"
     bad = next((report for report in reports if not report.passed), None)
@@ -387,7 +390,9 @@ def _describe(reports: Reports) -> str:
     text = bad.longreprtext
     if crash is not None:
         text = f"{crash.path}:{crash.lineno}: {crash.message}"
-    return f"{bad.outcome}: {text.strip().splitlines()[0]}"
+    if not hasattr(bad, "ddpkit_lost"):
+        text = text.strip().splitlines()[0]
+    return f"{bad.outcome}: {text}"
 
 
 def _add_section(report: pytest.TestReport, title: str, text: str) -> None:
@@ -398,33 +403,9 @@ def _add_section(report: pytest.TestReport, title: str, text: str) -> None:
         report.longrepr = f"{report.longreprtext}\n--- {title} ---\n{text}"
 
 
-def _merge_lost(item: pytest.Item, lost: list[Answer], ranks: list[Reports]) -> pytest.TestReport:
-    """Report a test in which ranks hung or died, but first another rank's own failure."""
-    lines = []
-    for answer in lost:
-        lines.append(f"Rank {answer.rank} of {len(ranks)} {answer.problem}.")
-        if answer.stack:
-            lines.append(f"It was here:\n{answer.stack}")
-    lost_ranks = [answer.rank for answer in lost]
-    for rank, reports in enumerate(ranks):
-        outcome = _describe(reports)
-        if reports and not (rank in lost_ranks and outcome == "passed"):  # a lost rank's fixtures alone passed
-            lines.append(f"rank {rank}: {outcome}")
-    report = _failure(item, "call", "\n".join(lines))
-    every = [(rank, report) for rank, reports in enumerate(ranks) for report in reports]
-    report.sections = _sections(every, len(ranks))
-    failed = [other for _, other in every if other.failed]
-    first = min(failed, key=_importance, default=None)
-    if first is None or _is_echo(first):
-        return report
-    _add_section(first, "besides", report.longreprtext)
-    first.sections = report.sections
-    return first
-
-
-def _failure(item: pytest.Item, phase: Any, text: str) -> pytest.TestReport:
+def _failure(item: pytest.Item, phase: Any, text: str, **extra: Any) -> pytest.TestReport:
     """Create the report of a failed phase from a text."""
     now = time.time()
     keywords: dict[str, Any] = dict.fromkeys(item.keywords, 1)
     place = (item.nodeid, item.location, keywords)
-    return pytest.TestReport(*place, "failed", text, phase, start=now, stop=now)
+    return pytest.TestReport(*place, "failed", text, phase, start=now, stop=now, **extra)
