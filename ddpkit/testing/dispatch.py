@@ -63,23 +63,15 @@ def call_on_ranks(
 ) -> list[Any]:
     """Call a function on the ranks of this run; see `on_ranks`."""
     answers = _run(config, dump_call("on_ranks", fn, args), nprocs, timeout, join, fresh)
-    for answer in answers:
-        if answer.done is not None:
-            sys.stdout.write(answer.done.output)
-    return _results(answers, timeout)
-
-
-def _results(answers: list[Answer], timeout: float) -> list[Any]:
-    """Return the ranks' results, or raise the error of the first that failed."""
     errors: list[tuple[int, BaseException]] = []
     results = []
     late = ""
     for answer in answers:
+        sys.stdout.write(answer.output)
         if answer.stack:
             late += f"\nrank {answer.rank}:\n{answer.stack}"
             continue
-        reply = answer.done and answer.done.reply
-        error, result = open_reply(answer.rank, reply or lost(answer.rank, answer.problem))
+        error, result = open_reply(answer.rank, answer.reply or lost(answer.rank, answer.problem))
         results.append(result)
         if error is not None:
             errors.append((answer.rank, error))
@@ -278,8 +270,8 @@ def _read(config: pytest.Config, sent: list[Any]) -> Reports:
 def _reports_of(item: pytest.Item, answer: Answer, world_size: int) -> Reports:
     """Read the reports of one rank; create one if it hung, died or could not begin, or a peer's failure ended it."""
     reports = _read(item.config, answer.reports)
-    failure = answer.done and answer.done.reply and answer.done.reply.failure
-    if answer.done is None:
+    failure = answer.reply and answer.reply.failure
+    if answer.problem:
         text = f"Rank {answer.rank} of {world_size} {answer.problem}."
         if answer.stack:
             text += f"\nIt was here:\n{answer.stack}"

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ..join.store import host_on
-from ..spawning import RankProcess, rank_environment, wait_for_messages
-from .rank import Done, Leftovers, RunOptions, Task, Warned, main
+from ..spawning import RankProcess, Reply, rank_environment, wait_for_messages
+from .rank import Leftovers, RunOptions, Task, Warned, main
 
 PRELOADED = ["ddpkit.testing.rank", "torch._dynamo"]  # DDP imports the second
 _STARTING = 300.0  # seconds to start, join and import the test, even on a busy machine
@@ -32,7 +32,9 @@ class Answer:
     Attributes:
         rank: The rank.
         began: Whether the test's own code runs.
-        done: The rank's own message; None if it did not finish.
+        failed: Whether it failed, hung or died; None while this is not known.
+        reply: Outcome of a call; of a test only if it did not begin.
+        output: Printed output of a call; a test's reports contain theirs.
         problem: Reason why it did not finish, or "".
         stack: Its stack at the time-out.
         leftovers: The state after the task, None until the rank has cleaned up.
@@ -43,23 +45,15 @@ class Answer:
 
     rank: int
     began: bool = False
-    done: Done | None = None
+    failed: bool | None = None
+    reply: Reply | None = None
+    output: str = ""
     problem: str = ""
     stack: str = ""
     leftovers: Leftovers | None = None
     reports: list[Any] = field(default_factory=list)
     late_reports: list[Any] = field(default_factory=list)
     warnings: list[Warned] = field(default_factory=list)
-
-    @property
-    def is_known(self) -> bool:
-        """Return whether this rank has finished, or never will."""
-        return self.done is not None or bool(self.problem)
-
-    @property
-    def failed(self) -> bool:
-        """Return whether this rank failed, hung or died."""
-        return self.done is None or self.done.failed
 
 
 class Pools:
@@ -170,8 +164,6 @@ class _Pool:
     def end(self) -> None:
         """Ask the ranks to finalise their fixtures and to end; kill those that do not."""
         for rank in self._ranks:
-            if rank.answer.done is None:
-                rank.process.kill()
             rank.send(None)
         deadline = time.monotonic() + _LEAVING
         for rank in self._ranks:
@@ -205,14 +197,14 @@ class _Pool:
         """Wait until each rank has answered, died, or reached the time-out."""
         deadline = time.monotonic() + _STARTING
         began = False
-        while waiting := [rank for rank in self._ranks if not rank.answer.is_known]:
+        while waiting := [rank for rank in self._ranks if rank.answer.failed is None]:
             ready = wait_for_messages(waiting, deadline)
             for rank in ready:
                 rank.receive()
-            if not began and all(rank.answer.began or rank.answer.is_known for rank in self._ranks):
+            if not began and all(rank.answer.began or rank.answer.failed is not None for rank in self._ranks):
                 began = True
                 deadline = time.monotonic() + timeout
-            if any(rank.answer.is_known and rank.answer.failed for rank in ready):
+            if any(rank.answer.failed for rank in ready):
                 deadline = min(deadline, time.monotonic() + _AFTER_FAILURE)
             if not ready and time.monotonic() >= deadline:
                 problem = f"did not start within {_STARTING:g} s"
@@ -248,7 +240,8 @@ class _WarmRank(RankProcess):
         answer = self.answer
         if message is None:
             answer.leftovers = Leftovers(False, ["its death"])
-            if not answer.is_known:
+            if answer.failed is None:
+                answer.failed = True
                 answer.problem = self.wait_for_exit().replace("killed", "was killed")
             return False
         name, value = message
@@ -262,6 +255,7 @@ class _WarmRank(RankProcess):
         """End a rank that has not finished, and record its stack."""
         self.answer.stack = _stack_of_test(self.read_stack())
         self.answer.problem = problem
+        self.answer.failed = True
         self.process.kill()
 
 

@@ -29,7 +29,7 @@ from ..errors import DdpkitError, PeerError
 from ..job import current_job, lifecycle
 from ..launch.process_tree import child_processes
 from ..signals import put_back_unused
-from ..spawning import Reply, call_and_reply, lost, replace_environment
+from ..spawning import call_and_reply, lost, replace_environment
 from ..torch_internals import groups
 from ..watch import main_thread, stop_agreement, thread
 
@@ -97,20 +97,6 @@ class Warned(NamedTuple):
     text: str
     filename: str
     lineno: int
-
-
-class Done(NamedTuple):
-    """The task has ended.
-
-    Attributes:
-        failed: Whether this rank's part of it failed.
-        reply: Outcome of a call; of a test only if it did not begin.
-        output: Printed output of a call; a test's reports contain theirs.
-    """
-
-    failed: bool
-    reply: Reply | None = None
-    output: str = ""
 
 
 class Leftovers(NamedTuple):
@@ -258,16 +244,16 @@ class RankPlugin:
         try:
             self._prepare(task, env)
             before = traces()
-            done = self._do(task)
+            failed = self._do(task)
         except PeerError as error:  # between the parts of the test that would report it
             # sent while it is being handled, so that it is not raised again
-            self._send("done", _not_begun(error.rank, f"PeerError: {error}"))
+            self._send("failed", self._cannot_begin(error.rank, f"PeerError: {error}"))
             return None
         except Exception:  # it cannot join, for example
-            self._send("done", _not_begun(self._rank, traceback.format_exc()))
+            self._send("failed", self._cannot_begin(self._rank, traceback.format_exc()))
             return None
-        self._send("done", done)
-        return None if done.failed else before
+        self._send("failed", failed)
+        return None if failed else before
 
     def _prepare(self, task: Task, env: dict[str, str]) -> None:
         """Set the task's environment, and join or leave the group as it requires."""
@@ -287,15 +273,22 @@ class RankPlugin:
         lifecycle.teardown()
         self._store_port = None
 
-    def _do(self, task: Task) -> Done:
+    def _do(self, task: Task) -> bool:
+        """Run a test or a call, and send its outcome; return whether it failed."""
         if isinstance(task.work, RunTest):
             return self._run_test(task.work)
         capture = self._session.config.pluginmanager.getplugin("capturemanager")
         capture.resume_global_capture()
         reply = call_and_reply(task.work, self._begin, may_exit=False)
         capture.suspend_global_capture()
-        output = "".join(capture.read_global_capture())
-        return Done(reply.failure is not None, reply, output)
+        self._send("output", "".join(capture.read_global_capture()))
+        self._send("reply", reply)
+        return reply.failure is not None
+
+    def _cannot_begin(self, rank: int, text: str) -> bool:
+        """Send why a task did not begin, because this rank or another one failed; return true."""
+        self._send("reply", lost(rank, "could not start", text))
+        return True
 
     def _begin(self) -> None:
         """Record that the test's own code begins; from now on its time counts."""
@@ -318,14 +311,14 @@ class RankPlugin:
 
     # One test; its reports are sent at once, because the rank may not finish.
 
-    def _run_test(self, test: RunTest) -> Done:
+    def _run_test(self, test: RunTest) -> bool:
         self._folder = test.folder
         self._any_failed = False
         item = self._collect(test)
         if item is None:
             _raise_failure_of_peer()  # it may have interrupted the import
             not_found = f"{test.nodeid} was not found in {test.path} on the ranks.\n"
-            return _not_begun(self._rank, "".join(self._problems) or not_found)
+            return self._cannot_begin(self._rank, "".join(self._problems) or not_found)
         # fixtures kept for another test than this one
         self._end_fixtures(item, group_is_whole=True)
         self._last = item
@@ -336,7 +329,7 @@ class RankPlugin:
             other_file = _Next.from_parent(self._session, name="next")
             following = self._items.get(test.following, other_file)
         item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
-        return Done(self._any_failed)
+        return self._any_failed
 
     def _collect(self, test: RunTest) -> pytest.Item | None:
         """Return a test, collecting its file if necessary; None if it does not exist."""
@@ -445,11 +438,6 @@ class RankPlugin:
     def pytest_enter_pdb(self) -> NoReturn:
         """Forbid a debugger, because no rank has the terminal."""
         pytest.fail("Ranks have no debugger: call the test's function in one process.", pytrace=False)
-
-
-def _not_begun(rank: int, text: str) -> Done:
-    """Describe that a task did not begin, because this rank or another one failed."""
-    return Done(True, lost(rank, "could not start", text))
 
 
 class _Next(pytest.Item):
