@@ -14,7 +14,7 @@ from typing import Any
 
 from ..join.store import host_on
 from ..spawning import RankProcess, Reply, rank_environment, wait_for_messages
-from .rank import Leftovers, RunOptions, Task, Warned, main
+from .rank import RunOptions, Task, Warned, main
 
 PRELOADED = ["ddpkit.testing.rank", "torch._dynamo"]  # DDP imports the second
 _STARTING = 300.0  # seconds to start, join and import the test, even on a busy machine
@@ -37,7 +37,8 @@ class Answer:
         output: Printed output of a call; a test's reports contain theirs.
         problem: Reason why it did not finish, or "".
         stack: Its stack at the time-out.
-        leftovers: The state after the task, None until the rank has cleaned up.
+        joined: Whether the rank is still in the group that it was given.
+        leftovers: Reasons not to use the process again, as phrases; None until the rank has cleaned up.
         reports: Its reports of the test, serialised by pytest.
         late_reports: Reports of tests that were already reported.
         warnings: The warnings of the test.
@@ -50,7 +51,8 @@ class Answer:
     output: str = ""
     problem: str = ""
     stack: str = ""
-    leftovers: Leftovers | None = None
+    joined: bool = False
+    leftovers: tuple[str, ...] | None = None
     reports: list[Any] = field(default_factory=list)
     late_reports: list[Any] = field(default_factory=list)
     warnings: list[Warned] = field(default_factory=list)
@@ -155,11 +157,10 @@ class _Pool:
                 rank.receive()
         for rank in wait_for_messages(self._ranks, time.monotonic()):
             rank.receive()  # its death since
-        leftovers = [rank.answer.leftovers for rank in self._ranks if rank.answer.leftovers]
-        joined = {each.joined for each in leftovers}
+        joined = {rank.answer.joined for rank in self._ranks}
         if joined != {True}:
             self._group_timeout = None
-        return len(joined) == 1 and not any(each.traces for each in leftovers)
+        return len(joined) == 1 and not any(rank.answer.leftovers for rank in self._ranks)
 
     def end(self) -> None:
         """Ask the ranks to finalise their fixtures and to end; kill those that do not."""
@@ -239,7 +240,7 @@ class _WarmRank(RankProcess):
         message = self.next_message()
         answer = self.answer
         if message is None:
-            answer.leftovers = Leftovers(False, ["its death"])
+            answer.leftovers = ("its death",)
             if answer.failed is None:
                 answer.failed = True
                 answer.problem = self.wait_for_exit().replace("killed", "was killed")

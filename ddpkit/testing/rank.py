@@ -99,18 +99,6 @@ class Warned(NamedTuple):
     lineno: int
 
 
-class Leftovers(NamedTuple):
-    """The state of a rank after a task and all resets.
-
-    Attributes:
-        joined: Whether the rank is still in the group that it was given.
-        traces: Reasons not to use this process again, as phrases.
-    """
-
-    joined: bool
-    traces: list[str]
-
-
 def main(connection: Connection, options: RunOptions, rank: int) -> None:
     """Run as a rank until the test process ends it, or is gone."""
     os.environ.pop("PYTEST_ADDOPTS", None)
@@ -219,9 +207,7 @@ class RankPlugin:
                 if before is None:
                     lifecycle.teardown()  # the process will not be used again
             elif before is not None:  # all ranks have done it
-                leftovers = self._leftovers(before)
-                is_intact = not leftovers.traces
-                self._send("leftovers", leftovers)
+                is_intact = self._clean_up(before)
 
     def _wait(self) -> Any:
         """Wait for the test process, without log records about waiting ranks.
@@ -294,17 +280,19 @@ class RankPlugin:
         """Record that the test's own code begins; from now on its time counts."""
         self._send("began", True)
 
-    def _leftovers(self, before: Traces) -> Leftovers:
-        """Leave the group if the task has or has stopped it, and describe everything left behind."""
+    def _clean_up(self, before: Traces) -> bool:
+        """Leave the group if the task has or has stopped it; send all leftovers, and return true if there are none."""
         joined = self._group is not None and dist.group.WORLD is self._group
         joined = joined and not stop_agreement.current().is_begun
         put_back_unused()  # they stay if the ranks have stopped
-        found = changes_since(before)
+        leftovers = changes_since(before)
         if joined:
-            found += _try_group()
+            leftovers += _try_group()
         else:
             self._leave()
-        return Leftovers(joined, found)
+        self._send("joined", joined)
+        self._send("leftovers", tuple(leftovers))
+        return not leftovers
 
     def _send(self, field: str, value: object) -> None:
         self._connection.send((field, value))
