@@ -269,15 +269,15 @@ class Reference:
         stretches = run.stretches = []
         expected = made
         for step in run.steps:
-            if stretches and self._distance(step, expected) <= self.tolerance:
-                stretches[-1][1] += 1
-            else:
+            if not stretches or not self._distance(step, expected) <= self.tolerance:
                 position = self._find(step, expected)
                 if not self._distance(step, position) <= self.tolerance:
                     run.first_difference = self._explain(step, expected if stretches else position, run.ranks)
                     break
-                stretches.append([position + 1, position + 1])
-            expected = stretches[-1][1]
+                expected = position
+                stretches.append([position + 1, position])
+            expected += 1
+            stretches[-1][1] = expected
         return run
 
     def _distance(self, step: Record, position: int, when: str = "weights") -> float:
