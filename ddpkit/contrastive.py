@@ -80,7 +80,7 @@ def gather_batch(value: T, *, check: bool = True, group: Group | None = None) ->
         for path, tensor in tensors.items():
             if not tensor.dim():
                 raise ValueError(f"{call} joins rows, but {path} has no dimensions. Pass value.unsqueeze(0).")
-    if not lifecycle.joined():
+    if lifecycle.enter_collective() is None:
         joined = [tensor.clone() for tensor in tensors.values()]
     else:
         fingerprint = fingerprint_of_rows(call, tensors)

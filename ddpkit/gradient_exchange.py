@@ -283,7 +283,7 @@ class GradientExchange:
         self._header = [0.0] * _HASH + [float(spoiled), float(any(value is None for value in gradients.values))]
         self._works: list[dist.Work] = []
         self._buckets: list[_Bucket] = []
-        self._is_checked = not lifecycle.joined()
+        self._is_checked = lifecycle.enter_collective() is None
         if self._is_checked:
             return
         self._ranks = get_data_parallel_world_size()
@@ -375,7 +375,7 @@ class GradientExchange:
             return False
         if not finite:
             return True
-        if lifecycle.joined():
+        if current_job.has_peers():
             return all_finite(bucket.flat for bucket in self._buckets)
         return all_finite(value for value in self.gradients.values if value is not None)
 
@@ -473,7 +473,7 @@ class LocalPass:
         self._stack = ExitStack()
 
     def __enter__(self) -> LocalPass:
-        lifecycle.joined()  # rejects nested blocks before anything is exchanged
+        lifecycle.enter_collective()  # rejects nested blocks before anything is exchanged
         models = [part for part in self._parts if isinstance(part, DistributedDataParallel)]
         self._exchange_first(models)
         self._remember()
@@ -489,7 +489,7 @@ class LocalPass:
 
     def _exchange_first(self, models: list[DistributedDataParallel]) -> None:
         """Exchange what DDP exchanges before a forward. Collective."""
-        if not torch.is_grad_enabled() or not lifecycle.joined():
+        if not torch.is_grad_enabled() or not current_job.has_peers():
             return
         buffers = []
         for model in models:

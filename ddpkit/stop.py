@@ -68,7 +68,7 @@ def stopping(
         2
     """
     if current_job.has_job() or dist.is_initialized():
-        _has_peers()
+        _enter_collective()
     elif not handled_signals():  # else the outer block's remain
         stop_agreement.forget()
     stop = Stop()
@@ -107,13 +107,13 @@ class Stop:
             NotSetUpError: As for `stopping`, if the job was joined in the block.
             PeerError: If a rank fails meanwhile.
         """
-        several = _has_peers()
+        session = _enter_collective()
         agreement = stop_agreement.current()
         step, must_wait = agreement.next_step()
-        if not several and agreement.request is not None:
+        if session is None and agreement.request is not None:
             agreement.decision = agreement.decision or StopDecision(step, agreement.request)
-        if several and must_wait and agreement.decision is None:
-            _wait_for_decision(current_job.current_session(), agreement)
+        if session is not None and must_wait and agreement.decision is None:
+            _wait_for_decision(session, agreement)
         decision = agreement.decision
         if decision is None or step < decision.step:
             return False
@@ -155,16 +155,15 @@ class Stop:
         return 0 if self._request is None else self._request.signal
 
 
-def _has_peers() -> bool:
-    """Return whether this rank is one of several; raise if these cannot agree."""
-    if not lifecycle.joined():
-        return False
-    if not current_job.is_watched():
+def _enter_collective() -> Session | None:
+    """Return the session of a job whose ranks can agree, None without peers; raise if they cannot."""
+    session = lifecycle.enter_collective()
+    if session is not None and not current_job.is_watched():
         raise NotSetUpError(
             "stopping() needs the watch, through which the ranks agree: call ddpkit.setup(watch=True), "
             "even if other code has made the process group."
         )
-    return True
+    return session
 
 
 def _ask(reason: str, number: int = 0) -> None:

@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..job.job import Peers
+from ..job import lifecycle
+from ..job.job import Peers, ranks_of
 from .consistency import (
     PAYLOAD,
     Numbers,
     add_up,
     communication_device,
     fingerprint_of,
-    joined_world_size,
     raise_everywhere,
     reduce_in_place,
 )
@@ -43,7 +43,8 @@ def reduce_tree(
     value: Any, op: str, weight: Any, check: bool, peers: Peers | None = None, call: str | None = None
 ) -> Any:
     """Do what `all_reduce_mean` and `all_reduce` promise; errors name the `call` of the script. Collective."""
-    world_size = joined_world_size(peers)
+    lifecycle.enter_collective()
+    world_size = len(ranks_of(peers))
     call = call or _name_call(op, weight is not None)
     with raise_everywhere(call, peers):
         if op not in OPS:

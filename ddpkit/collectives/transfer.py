@@ -83,7 +83,7 @@ def broadcast_value(value: Any, src: Any, peers: Peers | None = None) -> Any:
                 if isinstance(leaf, Tensor) and loses_gradient(leaf):
                     raise ValueError(f"{call} would lose the gradient of {path}. Pass {path}.detach().")
             data = pickled(call, value)
-    if not lifecycle.joined():
+    if lifecycle.enter_collective() is None:
         return value
     data = broadcast_bytes(call, data, src, peers)
     return value if is_source else pickle.loads(data)
@@ -215,7 +215,7 @@ def gather_rows(
 
     Each has its own number of rows on each rank; without check, the same on all.
     """
-    if not lifecycle.joined():
+    if lifecycle.enter_collective() is None:
         return [[rows.clone() for rows in matrices]]
     own = [len(rows) for rows in matrices]
     counts = _gather_counts(fingerprint, own, peers) if check else [own] * len(ranks_of(peers))

@@ -51,8 +51,13 @@ def session() -> Session | None:
     return None if job is None else job.session
 
 
+def has_peers() -> bool:
+    """Return whether the job that this process has joined is one of several ranks."""
+    return job is not None and job.session is not None and job.context.world_size > 1
+
+
 def current_session() -> Session:
-    """Return the session of the joined job; call it only where `joined()` is true."""
+    """Return the session of the joined job; call it only where `has_peers()` is true."""
     found = session()
     assert found is not None
     return found
@@ -108,7 +113,7 @@ def data_parallel() -> Peers | None:
 
 
 def choose_data_parallel(peers: Peers | None) -> None:
-    """Set the data-parallel ranks for the lifetime of this job; call it only where `joined()` is true."""
+    """Set the data-parallel ranks for the lifetime of this job; call it only where `has_peers()` is true."""
     assert job is not None
     job.data_parallel = peers
 

@@ -414,8 +414,11 @@ def distributed(
             _leave()
 
 
-def joined() -> bool:
-    """Return whether there are peers. Adopts an existing process group. Collective then.
+def enter_collective() -> Session | None:
+    """Make sure that this thread may call a collective now. Adopts an existing process group, collectively.
+
+    Returns:
+        The session of the job; None without peers.
 
     Raises:
         DdpkitError: In a block without communication; in a second thread.
@@ -430,14 +433,15 @@ def joined() -> bool:
     if job is None or not job.is_current():
         job = _join_group()
     if job is None:
-        return False
+        return None
     _refuse_forked(job)
-    if job.session is None or job.context.world_size == 1:
-        return False
-    job.session.acted_at = time.monotonic()
+    if not current_job.has_peers():
+        return None
+    session = current_job.current_session()
+    session.acted_at = time.monotonic()
     if threading.current_thread() is not job.caller:
         _check_thread(job, threading.current_thread())
-    return True
+    return session
 
 
 def _check_thread(job: Job, thread: threading.Thread) -> None:
@@ -475,7 +479,7 @@ def _check_thread(job: Job, thread: threading.Thread) -> None:
 def apart(call: str) -> Iterator[None]:
     """Forbid ddpkit's communication in a block in which one rank may raise alone; blocks cannot be nested."""
     global _apart
-    joined()
+    enter_collective()
     _apart = call
     try:
         yield
@@ -512,9 +516,10 @@ def _join_group() -> Job | None:
 
 def exchange(text: str, subset: tuple[int, ...] | None = None) -> list[str]:
     """Give every rank the texts of all, or of these ranks, through the store; `[text]` on one process. Collective."""
-    if not joined():
+    session = enter_collective()
+    if session is None:
         return [text]
-    return current_job.current_session().exchange(text, ranks=subset)
+    return session.exchange(text, ranks=subset)
 
 
 def report(error: BaseException) -> BaseException:

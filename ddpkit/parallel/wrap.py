@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..arguments import no_option
-from ..collectives.consistency import check_fingerprint, fingerprint_of, joined_world_size, raise_everywhere
+from ..collectives.consistency import check_fingerprint, fingerprint_of, raise_everywhere
 from ..errors import DdpkitError
-from ..job import current_job
+from ..job import current_job, lifecycle
 from ..job.device import count_accelerators
-from ..job.job import group_of
+from ..job.job import group_of, ranks_of
 from ..launch import ranks
 from ..torch_internals import (
     accumulates,
@@ -121,7 +121,8 @@ def wrap_model(
     with raise_everywhere("wrap_model()", peers):
         _check_model(model)
         _check_options(options)
-        has_group = joined_world_size(peers) > 1 or (strategy == "ddp" and dist.is_initialized())
+        lifecycle.enter_collective()
+        has_group = len(ranks_of(peers)) > 1 or (strategy == "ddp" and dist.is_initialized())
         _check_strategy(strategy, has_group)
         if has_group and sync_batchnorm and device.type == "cpu":
             reason = "torch supports it with NCCL and XCCL only"

@@ -143,7 +143,7 @@ def share_data(mine: Any, src: int) -> Any:
         mine: This rank's value, which bounds the size of `src`'s.
         src: The source rank.
     """
-    if not lifecycle.joined():
+    if lifecycle.enter_collective() is None:
         return mine
     tensors: dict[str, Tensor] = {}
     data = b""

@@ -235,10 +235,11 @@ class _Survivors:
         self._asked = current_job.asked_options()
         self._size = context.world_size
         self._members = list(range(self._size))
-        if lifecycle.joined():
+        session = lifecycle.enter_collective()
+        if session is not None:
             drawn = os.urandom(32) if context.rank == 0 else b""
             self._secret = broadcast_bytes("survive()", drawn, 0)
-            self._rendezvous = Rendezvous.of_job(current_job.current_session(), self._patience, self._secret)
+            self._rendezvous = Rendezvous.of_job(session, self._patience, self._secret)
             self._master = context.master
             self._store = hosted_store(context.master)
             current_job.hold_failures(True)  # until an attempt is entered
@@ -363,7 +364,7 @@ def check_members(secret: bytes, occasion: str) -> None:
     Raises:
         LaunchError: If one does not: another program changed the addresses in the store while the ranks joined.
     """
-    if not lifecycle.joined():
+    if lifecycle.enter_collective() is None:
         return
     challenges = _gather(os.urandom(16))
     expected = []
