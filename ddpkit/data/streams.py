@@ -32,17 +32,6 @@ def ends_early(name: str) -> RuntimeError:
     )
 
 
-class Collate:
-    """A script's `collate_fn` for a stream: torch would take its `StopIteration` for the end of the stream."""
-
-    def __init__(self, function: Callable[[list[Any]], Any]) -> None:
-        self._function = function
-
-    def __call__(self, samples: list[Any]) -> Any:
-        """Make a batch."""
-        return without_end("collate_fn", self._function, samples)
-
-
 def pass_epoch_on(owner: Any, epoch: int) -> None:
     """Call an object's `set_epoch`; without one, that of the objects it holds as `dataset` or in `datasets`."""
     if callable(getattr(owner, "set_epoch", None)):

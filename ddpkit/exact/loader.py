@@ -196,13 +196,13 @@ class MicroBatchLoader(Loader):
         loop.steps = iter(self._dealer.steps())
         return super()._begin(loop)
 
-    def _seeds(self, epoch: int, position: int) -> Iterator[Seeds]:
+    def _seeds(self, loop: Loop) -> Iterator[Seeds]:
         for step in self._dealer.steps():
             for positions in self._micro_batches(step):
-                yield self._seed, epoch, 0, positions.start  # whichever rank has it
+                yield self._seed, loop.epoch, 0, positions.start  # whichever rank has it
 
-    def _with_seeds(self, batches: Iterator[list[int]], loop: Loop, position: int) -> Iterator[Batch]:
-        for batch in super()._with_seeds(batches, loop, position):
+    def _with_seeds(self, batches: Iterator[list[int]], loop: Loop) -> Iterator[Batch]:
+        for batch in super()._with_seeds(batches, loop):
             if self.num_workers == 0:
                 seed_cpu(hash_seeds("batch", *batch.seeds))
             yield batch
@@ -210,17 +210,17 @@ class MicroBatchLoader(Loader):
     def _count_batch(self, loop: Loop) -> None:
         self._tell_samples(loop)
 
-    def _next(self, batches: Iterator[Any], loop: Loop) -> Any:
+    def _next(self, loop: Loop) -> Any:
         """Return this rank's micro-batches of the next step. One that cannot be made costs the step."""
         step = next(loop.steps, None)
         if step is None:
-            return super()._next(batches, loop)  # which ends the epoch
+            return super()._next(loop)  # which ends the epoch
         found, seeds, errors = [], [], []
         with self._with_own_generators():
             for positions in self._micro_batches(step):
                 seeds.append(hash_seeds("micro-batch", self._seed, loop.epoch, positions.start))
                 try:
-                    found.append(super()._next(batches, loop))
+                    found.append(super()._next(loop))
                 except (DdpkitError, StopIteration):  # which a wrapper of torch's iterators may raise early
                     raise
                 except Exception as error:
