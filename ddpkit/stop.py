@@ -12,6 +12,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
@@ -29,8 +30,8 @@ from .join.session import Session
 from .launch import ranks
 from .signals import handled_signals, handling
 from .watch import stop_agreement
-from .watch.links import is_below
-from .watch.stop_agreement import StopAgreement, StopDecision, StopRequest
+from .watch.messages import StopRequest, is_below
+from .watch.stop_agreement import StopAgreement
 
 log = logging.getLogger(__name__)
 _LATER = 10.0  # seconds that the other ranks wait longer than rank 0, which names the missing ones
@@ -111,14 +112,14 @@ class Stop:
         agreement = stop_agreement.current()
         step, must_wait = agreement.next_step()
         if session is None and agreement.request is not None:
-            agreement.decision = agreement.decision or StopDecision(step, agreement.request)
+            agreement.decision = agreement.decision or replace(agreement.request, step=step)
         if session is not None and must_wait and agreement.decision is None:
             _wait_for_decision(session, agreement)
         decision = agreement.decision
         if decision is None or step < decision.step:
             return False
         if self._request is None:
-            self._request = decision.request
+            self._request = decision
             if ranks.is_main_process():
                 log.warning("all ranks stop after this step: %s", self._request)
         return True

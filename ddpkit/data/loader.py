@@ -462,15 +462,14 @@ class Loader(DataLoader[Any]):
         if self._resumable is not None:
             current_job.weighting.clear()
         start = 0 if self._resumable is None else self._resumable.start
-        loop = Loop(self, self.epoch, start, self._given_before)
+        loop = Loop(self.epoch, start, self._given_before, self._positions())
         self._loop = self._latest = loop
         self._given = None
         seed = hash_seeds("workers", self._seed, loop.epoch, start, self._place.rank)
         self.generator.manual_seed(seed)
         pass_epoch_on(self.dataset, loop.epoch)
         with torch.device("cpu"), starting_workers(self):  # torch draws their seed on the default device
-            loop.source = self._begin(loop)
-        return loop
+            return _Pass(self, self._begin(loop), loop)
 
     def _begin(self, loop: Loop) -> Iterator[Any]:
         """Start a pass of torch's DataLoader; draw its order now, not at the first batch."""
@@ -498,7 +497,7 @@ class Loader(DataLoader[Any]):
         for position in count(loop.start, self._shape.global_size):
             yield self._seed, loop.epoch, self._place.rank, position
 
-    def _next(self, loop: Loop) -> Any:
+    def _next(self, batches: Iterator[Any], loop: Loop) -> Any:
         """Return the next batch of a pass. A batch that raises counts as well."""
         if self.persistent_workers and self._latest is not loop:
             raise DdpkitError(
@@ -509,8 +508,8 @@ class Loader(DataLoader[Any]):
         if self.num_workers == 0:
             pass_epoch_on(self.dataset, loop.epoch)  # another loader of the dataset may have set another epoch
         try:
-            _skip(loop)
-            batch = next(loop.source)
+            _skip(batches, loop)
+            batch = next(batches)
         except StopIteration as error:
             if _is_from_script(error, loop):
                 name = f"The dataset or collate_fn, {loop.describe_next()},"
@@ -635,11 +634,10 @@ def remedy_for(shares: UnequalShares) -> str:
     )
 
 
-class Loop(Iterator[Any]):
-    """One pass over a loader, which can continue after a batch that raised.
+class Loop:
+    """State of one pass over a loader.
 
     Attributes:
-        source: The pass of torch's DataLoader.
         epoch: Its epoch.
         start: Position in the global order where it starts.
         first: Batches of a stream to read again before the first one is returned.
@@ -650,22 +648,15 @@ class Loop(Iterator[Any]):
         steps: For micro-batches, where each remaining step starts.
     """
 
-    source: Iterator[Any]
-
-    def __init__(self, loader: Loader, epoch: int, start: int, first: int) -> None:
-        self._loader = loader
+    def __init__(self, epoch: int, start: int, first: int, positions: range | None) -> None:
         self.epoch = epoch
         self.start = start
         self.first = first
-        self.positions = loader._positions()
+        self.positions = positions
         self.batches = 0
         self.drawn: deque[list[int]] = deque()
         self.all_drawn = False
         self.steps: Iterator[int] = iter(())
-
-    def __next__(self) -> Any:
-        self._loader._check_shares(self)
-        return self._loader._next(self)
 
     def describe_next(self) -> str:
         """Describe the batch to come."""
@@ -684,13 +675,29 @@ def _is_from_script(error: StopIteration, loop: Loop) -> bool:
     return is_from_worker(error) or bool(loop.drawn and not loop.all_drawn)
 
 
-def _skip(loop: Loop) -> None:
+class _Pass(Iterator[Any]):
+    """One pass over a loader, which can continue after a batch that raised.
+
+    Its loop does not refer to it: workers end as soon as the script drops the iterator.
+    """
+
+    def __init__(self, loader: Loader, batches: Iterator[Any], loop: Loop) -> None:
+        self._loader = loader
+        self._batches = batches
+        self._loop = loop
+
+    def __next__(self) -> Any:
+        self._loader._check_shares(self._loop)
+        return self._loader._next(self._batches, self._loop)
+
+
+def _skip(batches: Iterator[Any], loop: Loop) -> None:
     """Skip the batches of a stream that a loaded state counts."""
     if loop.batches >= loop.first:
         return
     with generators_kept():
         while loop.batches < loop.first:
-            next(loop.source)
+            next(batches)
             loop.batches += 1
 
 

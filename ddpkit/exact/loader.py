@@ -210,17 +210,17 @@ class MicroBatchLoader(Loader):
     def _count_batch(self, loop: Loop) -> None:
         self._tell_samples(loop)
 
-    def _next(self, loop: Loop) -> Any:
+    def _next(self, batches: Iterator[Any], loop: Loop) -> Any:
         """Return this rank's micro-batches of the next step. One that cannot be made costs the step."""
         step = next(loop.steps, None)
         if step is None:
-            return super()._next(loop)  # which ends the epoch
+            return super()._next(batches, loop)  # which ends the epoch
         found, seeds, errors = [], [], []
         with self._with_own_generators():
             for positions in self._micro_batches(step):
                 seeds.append(hash_seeds("micro-batch", self._seed, loop.epoch, positions.start))
                 try:
-                    found.append(super()._next(loop))
+                    found.append(super()._next(batches, loop))
                 except (DdpkitError, StopIteration):  # which a wrapper of torch's iterators may raise early
                     raise
                 except Exception as error:

@@ -178,7 +178,7 @@ def _begin(asked: Options, opened: OpenStore | None = None, lost: Callable[[], s
             _let_children_keep_groups()
             joining = import_module(".joining", __package__)
             if asked.watch:  # imported before the ranks meet, because they need it then
-                import_module("ddpkit.watch.starting")
+                import_module("ddpkit.watch.thread")
             joining.assemble(job, opened, lost)
             _install_hooks(job)
     except BaseException as error:

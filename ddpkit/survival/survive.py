@@ -255,7 +255,7 @@ class _Survivors:
         assert self._rendezvous is not None
         begun = time.monotonic()
         stop = stop_agreement.current()
-        request = stop.request if stop.decision is None else stop.decision.request
+        request = stop.decision or stop.request
         if current_job.has_unfinished():
             log.warning("a checkpoint of save(wait=False) may be incomplete: save it again")
         members = self._members

@@ -6,18 +6,20 @@ connection without the token in its first line) has little time and memory, and 
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import errno
 import selectors
+import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ..parsing import encode
-from .links import Attempts, children_of, keep_alive, parent_of, segments_received
-from .messages import Lines, Message, parse, shows_token
+from .messages import Lines, Message, children_of, parent_of, parse, shows_token
 
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 _MAX_STRANGERS = 64  # open connections, beyond those of the ranks, that have not sent the token
@@ -168,7 +170,7 @@ class Connections:
 
     def wake(self) -> None:
         """End the poll of the other thread."""
-        with contextlib.suppress(OSError):  # full, or closed
+        with suppress(OSError):  # full, or closed
             self._wake.send(b"x")
 
     def poll(self, seconds: float) -> list[Event]:
@@ -362,7 +364,7 @@ class Connections:
         self._strangers.pop(connection, None)
         connection.rank = rank
         self._ranks[rank] = connection
-        with contextlib.suppress(OSError):  # it may be gone; reading will tell
+        with suppress(OSError):  # it may be gone; reading will tell
             keep_alive(connection.socket)
         if not self.absent():
             self.full.set()
@@ -396,7 +398,7 @@ class Connections:
                 connection.unsent.clear()
             self._behind.discard(connection)
             if self._leaving:
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     connection.socket.shutdown(socket.SHUT_WR)
 
     def _select_writable(self) -> None:
@@ -407,3 +409,82 @@ class Connections:
                 mask = _READ | _WRITE if connection in behind else _READ
                 self._selector.modify(connection.socket, mask, connection)
         self._writing = behind
+
+
+# Single connections.
+
+_SEGMENTS = slice(140, 144)  # where Linux's struct tcp_info has tcpi_segs_in
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Make the kernel probe the other end every second, which `segments_received()` then shows.
+
+    The kernel itself gives up only after an hour; where it does not count segments, after 9 s.
+    """
+    options = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 9000}
+    if segments_received(connection):
+        options = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_USER_TIMEOUT": 3_600_000}
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in options.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def segments_received(connection: socket.socket) -> int:
+    """Return the number of TCP segments received, empty ones included; 0 where the kernel does not count them."""
+    if sys.platform != "linux":
+        return 0
+    with suppress(OSError):  # some sandboxes lack this option
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SEGMENTS.stop)
+        return int.from_bytes(info[_SEGMENTS], sys.byteorder)
+    return 0
+
+
+class Attempts:
+    """New connections to the other end of a connection, as probes: its host answers, if only by a refusal."""
+
+    def __init__(self) -> None:
+        self._sockets: list[socket.socket] = []
+
+    def begin(self, connection: socket.socket) -> None:
+        """Start another; of the earlier ones only the last continues."""
+        self.close(but=1)
+        with suppress(OSError):
+            attempt = socket.socket(connection.family)
+            self._sockets.append(attempt)
+            attempt.setblocking(False)
+            attempt.connect_ex(connection.getpeername())
+
+    def are_answered(self) -> bool:
+        """Return whether the host answered one."""
+        return any(map(_is_answered, self._sockets))
+
+    def close(self, but: int = 0) -> None:
+        """Abandon all but the last ones."""
+        while len(self._sockets) > but:
+            self._sockets.pop(0).close()
+
+
+def _is_answered(attempt: socket.socket) -> bool:
+    if attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNREFUSED:
+        return True
+    with suppress(OSError):
+        attempt.getpeername()
+        return True
+    return False
+
+
+def send_exit_code(descriptors: Iterable[int]) -> None:
+    """Make the exit of this process write its exit code, as one byte, to each of these connections.
+
+    Python's exit hooks do not get the exit code, because the `SystemExit` is gone by then; glibc's `on_exit` does.
+    Elsewhere nothing is written. The connections stay open until the process has ended.
+    """
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "on_exit") or signal.getsignal(signal.SIGPIPE) != signal.SIG_IGN:
+        return  # where a broken pipe kills, writing might change how the process ends
+    libc.fdopen.restype = ctypes.c_void_p
+    for descriptor in descriptors:
+        stream = libc.fdopen(descriptor, b"w")
+        if stream:  # void on_exit(void (*f)(int exit_code, void *stream), void *stream), and f is fputc
+            libc.on_exit(libc.fputc, ctypes.c_void_p(stream))

@@ -13,21 +13,46 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from inspect import CO_GENERATOR
 from itertools import islice
 from types import CodeType, FrameType
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import torch
 
 from ..errors import printable
-from ..join.failures import FAILURE, Failure
+from ..join.failures import Failure
 from ..parsing import all_printable, encode, fits
-from .links import parent_of
-from .stop_agreement import REQUEST, StopDecision, StopRequest
+
+# The tree along which ranks report failures: rank 0 at the top, at most 64 connections per rank.
+
+CHILDREN = 63  # most children of a rank
+
+
+def parent_of(rank: int) -> int:
+    """Return the rank above this one, which is not rank 0."""
+    return (rank - 1) // CHILDREN
+
+
+def children_of(rank: int, world_size: int) -> range:
+    """Return the ranks below this one that connect to it.
+
+    >>> children_of(0, world_size=65), children_of(1, world_size=65), children_of(2, world_size=65)
+    (range(1, 64), range(64, 65), range(65, 65))
+    """
+    first = rank * CHILDREN + 1
+    return range(min(first, world_size), min(first + CHILDREN, world_size))
+
+
+def is_below(rank: int, top: int) -> bool:
+    """Return whether a rank's path to rank 0 leads through another, or is that rank."""
+    while rank > top:
+        rank = parent_of(rank)
+    return rank == top
+
 
 # What each rank is doing: its stack, the time since its last progress, and the report on all ranks.
 
@@ -40,7 +65,7 @@ _MOST_FRAMES = 60  # innermost frames of a stack in a report
 PAUSE = 600.0  # seconds before the next report
 _LASTING = 15.0  # seconds after which a rank is not merely about to leave a wait
 _MOST_CALLS = 8  # ranks in an error
-_MOST_TOLD = 5  # numbers that describe the script's progress
+_MOST_NUMBERS = 5  # numbers that describe the script's progress
 _LONGEST = 300  # characters of a text in a report
 
 
@@ -55,7 +80,7 @@ class Activity:
         call: Its current function: the library function that the script called, or the script's own.
         place: The script's line.
         seconds: Time since the script got a batch from a loader, or entered a ddpkit collective.
-        told: Progress of the script as far as known: epoch and batch of the loader that it reads.
+        progress: Epoch and batch of the loader that the script reads, as far as known.
         waits: The wait of ddpkit's for all ranks that it is in; "" if it is in none.
         stack: Its calls, the outermost first, as "file:line function".
     """
@@ -66,7 +91,7 @@ class Activity:
     call: str
     place: str
     seconds: float
-    told: dict[str, int]
+    progress: dict[str, int]
     waits: str
     stack: tuple[str, ...]
 
@@ -78,11 +103,11 @@ class Activity:
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Activity:
-        """Create it from fields of the form `ACTIVITY`, and shorten their texts."""
+        """Create it from its fields, and shorten their texts."""
         texts = {name: _short(fields[name]) for name in ("host", "call", "place", "waits")}
         stack = tuple(map(_short, fields["stack"][-_MOST_FRAMES:]))
-        told = {_short(name): number for name, number in islice(fields["told"].items(), _MOST_TOLD)}
-        return cls(**(fields | texts | {"stack": stack, "told": told}))
+        progress = {_short(name): number for name, number in islice(fields["progress"].items(), _MOST_NUMBERS)}
+        return cls(**(fields | texts | {"stack": stack, "progress": progress}))
 
 
 STACKS = "ddpkit-stacks"
@@ -109,24 +134,22 @@ def readable_stacks() -> Iterator[None]:
             os.close(file)
 
 
-ACTIVITY = get_type_hints(Activity)  # the form of its JSON
-
-
-def describe_main_thread(rank: int, told: dict[str, int], waits: str, seconds: float) -> Activity:
+def describe_main_thread(rank: int, progress: dict[str, int], waits: str, seconds: float) -> Activity:
     """Describe the main thread's position, from another thread, and the script's reported progress."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    name, place, stack = _describe(frame)
-    return Activity(rank, socket.gethostname(), os.getpid(), name, place, seconds, told, waits, stack)
+    call, place, stack = _describe(frame)
+    found = Activity(rank, socket.gethostname(), os.getpid(), call, place, seconds, progress, waits, tuple(stack))
+    return Activity.from_fields(asdict(found))
 
 
-def _describe(frame: FrameType | None) -> tuple[str, str, tuple[str, ...]]:
+def _describe(frame: FrameType | None) -> tuple[str, str, list[str]]:
     """Return a thread's current call, the script's line, and the stack.
 
     The call is that of the script's code into a library, or its own innermost function outside of any.
     """
     frames = [(each.f_code, line) for each, line in traceback.walk_stack(frame)][::-1]
     if not frames:
-        return "", "", ()
+        return "", "", []
     scripts = [number for number, (code, _) in enumerate(frames) if not _is_library(code.co_filename)]
     last = len(frames) - 1
     script = scripts[-1] if scripts else 0
@@ -137,9 +160,8 @@ def _describe(frame: FrameType | None) -> tuple[str, str, tuple[str, ...]]:
     shown = frames
     if frames[call][0].co_filename.startswith(_LIBRARIES):  # frames inside a library do not help
         shown = frames[: call + 1]
-    stack = [f"{short_path(each.co_filename)}:{number} {each.co_name}" for each, number in shown[-_MOST_FRAMES:]]
-    place = f"{os.path.basename(code.co_filename)}:{line}"
-    return _short(frames[call][0].co_name), _short(place), tuple(map(_short, stack))
+    stack = [f"{short_path(each.co_filename)}:{number} {each.co_name}" for each, number in shown]
+    return frames[call][0].co_name, f"{os.path.basename(code.co_filename)}:{line}", stack
 
 
 def _is_wrapper(code: CodeType) -> bool:
@@ -279,8 +301,8 @@ def _headline(some: list[Activity]) -> str:
 def _progress(some: list[Activity]) -> str:
     """Describe the ranks' progress, from the slowest to the fastest."""
     text = ""
-    for name in some[0].told:
-        numbers = [each.told[name] for each in some if name in each.told]
+    for name in some[0].progress:
+        numbers = [each.progress[name] for each in some if name in each.progress]
         least, most = min(numbers), max(numbers)
         text += f", {name} {least}" if least == most else f", {name} {least} to {most}"
     return text
@@ -307,6 +329,35 @@ LONGEST = 2_000_000  # bytes of a line: more than the longest failure with every
 
 
 @dataclass(frozen=True)
+class StopRequest:
+    """A rank's request that all ranks stop.
+
+    Attributes:
+        rank: The rank.
+        host: Its host.
+        reason: Its reason, such as "got SIGTERM".
+        signal: Number of the signal that it got, 0 without one.
+        step: Count of the step at which all stop; 0 until rank 0 has decided it.
+    """
+
+    rank: int
+    host: str
+    reason: str
+    signal: int
+    step: int = 0
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host}) {self.reason}"
+
+    def announcement(self) -> str:
+        """Describe the consequence."""
+        text = f"{self}: all ranks stop after the next step or two"
+        if self.signal == signal.SIGINT:
+            text += "; another Ctrl-C ends this process at once, without saving"
+        return text
+
+
+@dataclass(frozen=True)
 class Steps:
     """Number of steps in which a rank could have stopped."""
 
@@ -327,12 +378,12 @@ class Message:
     exiting: int | None = None
     failure: Failure | None = None
     code: int | None = None
-    asks: bool = False
+    asks: bool | None = None
     activity: Activity | None = None
     wants_stop: StopRequest | None = None
-    asks_steps: bool = False
+    asks_steps: bool | None = None
     steps: Steps | None = None
-    stop: StopDecision | None = None
+    stop: StopRequest | None = None
 
 
 class Lines:
@@ -387,44 +438,26 @@ def parse(line: bytes, world_size: int) -> Message | None:
         return None
     if not isinstance(fields, dict):
         return None
-    known = {name: _read(name, fields[name], world_size) for name in _SHAPES.keys() & fields.keys()}
+    known = {name: _read(_KINDS[name], fields[name], world_size) for name in _KINDS.keys() & fields.keys()}
     if not known or None in known.values():
         return None
     return Message(**known)
 
 
-def _read(name: str, value: Any, world_size: int) -> Any:
+def _read(kind: Any, value: Any, world_size: int) -> Any:
     """Parse a field of a message; return None if it is invalid."""
-    shape = _SHAPES[name]
-    if not fits(value, shape):
+    is_record = kind not in (int, bool)
+    if not fits(value, get_type_hints(kind) if is_record else kind):
         return None
-    if shape is bool:
+    if kind is bool:
         return value or None
-    if name == "stop":
-        request = _read("wants_stop", value["request"], world_size)
-        return request and StopDecision(value["step"], request)
-    rank = value if shape is int else value["rank"]
-    least = -1 if name == "failure" else 0  # -1: a failure of the job itself
-    if rank not in range(least, world_size):
+    least = -1 if kind is Failure else 0  # -1: a failure of the job itself
+    if (value["rank"] if is_record else value) not in range(least, world_size):
         return None
-    return _MAKERS[name](value) if name in _MAKERS else value
+    if not is_record:
+        return value
+    return getattr(kind, "from_fields", lambda fields: kind(**fields))(value)
 
 
-_SHAPES: dict[str, Any] = {  # form of each field
-    "rank": int,
-    "left": int,
-    "exiting": int,
-    "failure": FAILURE,
-    "asks": bool,
-    "activity": ACTIVITY,
-    "wants_stop": REQUEST,
-    "asks_steps": bool,
-    "steps": get_type_hints(Steps),
-    "stop": {"step": int, "request": REQUEST},
-}
-_MAKERS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "failure": Failure.from_fields,
-    "activity": Activity.from_fields,
-    "wants_stop": lambda fields: StopRequest(**fields),
-    "steps": lambda fields: Steps(**fields),
-}
+# type of each field; a code is no part of a line
+_KINDS = {name: get_args(hint)[0] for name, hint in get_type_hints(Message).items() if name != "code"}

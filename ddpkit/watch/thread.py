@@ -10,6 +10,7 @@ the interpreter lock.
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import multiprocessing
 import os
@@ -24,16 +25,30 @@ from datetime import timedelta
 from typing import Any
 
 from ..errors import ERRORS_OF_ALL_RANKS, DdpkitError, LaunchError, MismatchError, describe_error
+from ..job import current_job
+from ..job.job import Job
+from ..job.leaving import fill_error_file
 from ..join.failures import GRACE, Failure
+from ..join.members import Members
 from ..join.session import Session
-from ..join.sockets import cut
+from ..join.sockets import connect, cut
 from ..join.store import call_with_timeout
-from ..parsing import encode
-from .connections import Connections, Event
-from .links import parent_of, send_exit_code
+from ..parsing import encode, parse
+from .connections import Connections, Event, send_exit_code
 from .main_thread import MainThread
-from .messages import PAUSE, Activity, Message, Picture, Steps, describe_main_thread, readable_stacks
-from .stop_agreement import StopAgreement, StopDecision, StopRequest
+from .messages import (
+    PAUSE,
+    Activity,
+    Message,
+    Picture,
+    Steps,
+    StopRequest,
+    children_of,
+    describe_main_thread,
+    parent_of,
+    readable_stacks,
+)
+from .stop_agreement import StopAgreement
 
 log = logging.getLogger(__name__)
 _TICK = 1.0  # seconds between checks of the main thread's own wait, and of torchrun
@@ -89,7 +104,6 @@ class WatchThread(threading.Thread):
         self._has_answered = threading.Event()
         self._asks_after = _LONG_WAIT  # seconds after its last collective at which rank 0 asks what the others do
         self.stop_agreement = StopAgreement(len(session.hosts))
-        self._has_requested = False  # whether this rank's request was sent
         _all_connections().add(self._connections)
         self.start()
 
@@ -348,21 +362,21 @@ class WatchThread(threading.Thread):
 
     def _agree_to_stop(self) -> None:
         """Forward this rank's stop request; on rank 0 decide once all have answered."""
-        request = self.stop_agreement.request
-        if request is not None and not self._has_requested:
-            self._has_requested = True
-            self._on_stop_request(request)
-        if self._session.rank == 0:
-            decision = self.stop_agreement.decide(self._failures.left)
-            if decision is not None:
-                self._on_stop(decision)
+        agreement = self.stop_agreement
+        if agreement.request is not None and not agreement.is_asked:
+            self._on_stop_request(agreement.request)
+        decision = agreement.decide(self._failures.left)
+        if decision is not None:
+            self._on_stop(decision)
 
     def _on_stop_request(self, request: StopRequest) -> None:
+        agreement = self.stop_agreement
         if self._session.rank > 0:
             self._connections.post_up(_line(wants_stop=request))
-        elif self.stop_agreement.begins(request):
+        elif not agreement.is_asked:
+            agreement.request = agreement.request or request
             self._ask_steps()
-            _log(logging.WARNING, request.announcement())
+            _log(logging.WARNING, agreement.request.announcement())
 
     def _ask_steps(self) -> None:
         """Ask the ranks below this one for their number of steps, and answer for it."""
@@ -373,9 +387,9 @@ class WatchThread(threading.Thread):
         if self._session.rank > 0:
             self._connections.post_up(_line(steps=steps))
         else:
-            self.stop_agreement.add(steps.rank, steps.number)
+            self.stop_agreement.counts[steps.rank] = steps.number
 
-    def _on_stop(self, decision: StopDecision) -> None:
+    def _on_stop(self, decision: StopRequest) -> None:
         self._connections.post_down(_line(stop=decision))
         self.stop_agreement.decision = decision  # only now: the main thread may leave when it sees it
 
@@ -496,3 +510,62 @@ def _all_connections() -> weakref.WeakSet[Connections]:
 
     os.register_at_fork(after_in_child=close_all)
     return everywhere
+
+
+# Connect the watches of all ranks into a tree as they join.
+
+Listen = Callable[[], tuple[socket.socket, tuple[str, int]]]
+
+
+def start_watch(job: Job, session: Session, members: Members, listener: socket.socket | None, listen: Listen) -> None:
+    """Connect this rank to the ranks below it, then to the one above it.
+
+    Args:
+        job: The job; its watch is set once that runs, so that a failed connection can end it.
+        session: Its session.
+        members: Its ranks.
+        listener: The socket where rank 0 already listens; None on others.
+        listen: Opens one on a rank with ranks below it.
+    """
+    rank = session.rank
+    timeout = job.asked.timeout
+    with session.bounded(timeout):
+        if rank > 0 and children_of(rank, members.world_size):
+            listener, address = listen()
+            session.store.set(f"watch/{rank}", json.dumps({"address": address}))
+        job.watch = watch = WatchThread(session, members.token, listener, fill_error_file)
+        watch.wait_for_children(timeout)
+        if rank > 0:
+            watch.connect(_connect_to_parent(session, members, timeout))
+    session.watch = weakref.ref(watch)
+
+
+def _connect_to_parent(session: Session, members: Members, timeout: timedelta) -> socket.socket:
+    parent = parent_of(session.rank)
+    address = members.watch_address
+    if parent > 0 or address is None:
+        address = _watch_address(session, parent, timeout)
+    host, port = address
+    try:
+        return connect(host, port, timeout.total_seconds())
+    except OSError as error:  # the connection may have ended because another rank failed
+        raise session.find_cause(host=parent) or LaunchError(
+            f"The watch cannot connect to rank {parent} at {host}:{port}: {error}. Open the ports between the nodes, "
+            "which the process group needs, too, or turn off the watch: setup(watch=False)."
+        ) from None
+
+
+def _watch_address(session: Session, rank: int, timeout: timedelta) -> tuple[str, int]:
+    """Wait until a rank other than rank 0 has published where its watch listens."""
+    key = f"watch/{rank}"
+
+    def late() -> LaunchError:
+        return LaunchError(f"Rank {rank} ({session.hosts[rank]}) did not open its watch within {timeout}.")
+
+    session.wait_for_key(key, timeout, late)
+    found = parse(session.store.get(key), key, {"address": tuple[str, int]})
+    address, port = found["address"]
+    return address, port
+
+
+current_job.watch_starter = start_watch

@@ -30,7 +30,7 @@ from ddpkit.join.session import Session
 from ddpkit.join.sockets import listen
 from ddpkit.parsing import encode
 from ddpkit.watch.connections import Connections
-from ddpkit.watch.links import children_of, parent_of, watch_key
+from ddpkit.watch.messages import children_of, parent_of
 
 _TIMEOUT = timedelta(minutes=5)
 _STEPS = ("connect", "join", "first barrier", "barrier", "exchange", "watch", "news of a failure")
@@ -64,12 +64,12 @@ def _watch(session: Session, ranks: int, token: str) -> Connections:
     listener = None
     if children_of(rank, ranks):
         listener, (_, port) = listen("127.0.0.1", one_node=True)
-        store.set(watch_key(rank), f"{port}")
+        store.set(f"watch/{rank}", f"{port}")
     connections = Connections(rank, ranks, token, listener, print)
     while not connections.full.is_set():
         connections.poll(1.0)
     if rank > 0:
-        port = int(store.get(watch_key(parent_of(rank))))
+        port = int(store.get(f"watch/{parent_of(rank)}"))
         connections.connect(socket.create_connection(("127.0.0.1", port)))
     return connections
 

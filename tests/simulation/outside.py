@@ -29,7 +29,7 @@ from ddpkit.job import refusal as declining
 from ddpkit.join import causes, session, sockets
 from ddpkit.join import members as member
 from ddpkit.survival import regrouping
-from ddpkit.watch import connections, main_thread, starting, thread
+from ddpkit.watch import connections, main_thread, thread
 
 _NEVER = float("inf")
 
@@ -201,13 +201,6 @@ _os.environ, _os.path, _os.urandom, _os.fsencode = os.environ, os.path, os.urand
 
 def _connect(host: str, port: int, timeout: float) -> Socket:
     return _Now.network.connect((host, port), timeout)
-
-
-def _connect_to_watch(rank: int, address: tuple[str, int], timeout: float) -> Socket:
-    try:
-        return _Now.network.connect(address, timeout)
-    except OSError as error:
-        raise LaunchError(f"cannot connect to rank {rank}: {error}") from error
 
 
 def _listen(address: str, one_node: bool) -> tuple[Any, tuple[str, int]]:
@@ -383,7 +376,6 @@ def put_in_place() -> None:
     regrouping.sockets = SimpleNamespace(sockets_on=lambda _: set(), sockets_to=lambda _: set())
     regrouping.host_on = lambda host: HostedStore(host, 0)
     startup.Member = _claim
-    starting.connect_to_watch = _connect_to_watch
     startup.reachable = lambda *_: _hostname()
     startup.connections_to = lambda store: {store.cut}
     startup.current_group = lambda: None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ddpkit.join import rendezvous, session
@@ -58,10 +59,10 @@ def stop_one_step_too_early() -> None:
     """All stop at the step that the furthest one is in, not at the one after it."""
 
     def decide(self: stop_agreement.StopAgreement, left: Any) -> Any:
-        if self._first is None or self.decision is not None or self.missing(left):
-            return None
-        return stop_agreement.StopDecision(max(self._counts.values()), self._first)
+        decision = decide_well(self, left)
+        return decision and replace(decision, step=decision.step - 1)
 
+    decide_well = stop_agreement.StopAgreement.decide
     stop_agreement.StopAgreement.decide = decide
 
 

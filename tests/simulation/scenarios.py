@@ -18,7 +18,7 @@ from ddpkit.job.job import Job
 from ddpkit.join.failures import JobContinues
 from ddpkit.join.rendezvous import StoreLost
 from ddpkit.stop import _wait_for_decision
-from ddpkit.watch.stop_agreement import StopRequest
+from ddpkit.watch.messages import StopRequest
 
 
 def joining(world: World) -> list[str]:

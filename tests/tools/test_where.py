@@ -27,8 +27,8 @@ from ddpkit.job import current_job
 from ddpkit.join import session
 from ddpkit.tools import cli, where
 from ddpkit.tools.where import Answer, ask, jobs_here
-from ddpkit.watch import links as monitor_tree
 from ddpkit.watch import messages, thread
+from ddpkit.watch import messages as monitor_tree
 from ddpkit.watch.messages import Activity, fold
 
 PATIENCE = 120.0  # seconds, which only a hang needs
