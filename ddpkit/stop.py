@@ -6,13 +6,15 @@ import _thread
 import atexit
 import functools
 import logging
+import math
 import multiprocessing
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
@@ -28,7 +30,6 @@ from .errors import BarrierTimeoutError, NotSetUpError
 from .job import current_job, lifecycle
 from .join.session import Session
 from .launch import ranks
-from .signals import handled_signals, handling
 from .watch import stop_agreement
 from .watch.messages import StopRequest, is_below
 from .watch.stop_agreement import StopAgreement
@@ -74,11 +75,8 @@ def stopping(
         stop_agreement.forget()
     stop = Stop()
     try:
-        with handling(signals, _ask_for_signal) as block:
-            try:
-                yield stop
-            finally:
-                block.is_stopped = stop.signal > 0
+        with _handling(tuple(dict.fromkeys(signals)), stop):
+            yield stop
         _say_what_came_too_late()
     finally:
         if not (current_job.has_job() or handled_signals()):  # or the request would reach the next job
@@ -175,10 +173,6 @@ def _ask(reason: str, number: int = 0) -> None:
         _thread.start_new_thread(log.warning, ("%s", request.announcement()))
 
 
-def _ask_for_signal(number: int) -> None:
-    _ask(f"got {_name_of(number)}", number)
-
-
 def _name_of(number: int) -> str:
     try:
         return signal.Signals(number).name
@@ -220,6 +214,114 @@ def _wait_for_decision(session: Session, agreement: StopAgreement) -> None:
         session.until(is_decided, timeout, late)
 
 
+# Handle the signals that ask a process to stop.
+
+_AGAIN = 2.0  # seconds in which another Ctrl-C counts as the same: torchrun forwards what ranks get from the terminal
+_ENDING = 30.0  # seconds after a stop in which signals are ignored: srun ends ranks as soon as the first one exits
+
+
+@dataclass
+class _Process:
+    """The state of signals in this process; only its main thread changes it."""
+
+    blocks: list[tuple[int, ...]] = field(default_factory=list)  # signals of the active blocks
+    former: dict[int, Any] = field(default_factory=dict)  # the handlers that ours replace, by signal
+    pid: int = 0
+    interrupted_at: float = -math.inf
+    over_at: float = -math.inf  # when the last block ended
+
+
+_process = _Process()
+
+
+def handled_signals() -> set[int]:
+    """Return the numbers of the handled signals."""
+    return set().union(*_process.blocks)
+
+
+@contextmanager
+def _handling(signals: tuple[int, ...], stop: Stop) -> Iterator[None]:
+    """Ask all ranks to stop at each signal that arrives in this block, instead of calling its former handler."""
+    _process.pid = os.getpid()
+    try:
+        for number in signals:
+            _take_over(number)
+    except BaseException:
+        put_back_unused()
+        raise
+    if not _process.blocks:
+        _process.interrupted_at = -math.inf
+    _process.blocks.append(signals)
+    try:
+        yield
+    finally:
+        _process.blocks.remove(signals)
+        _process.over_at = time.monotonic()
+        if not stop.signal:
+            put_back_unused()
+
+
+def _take_over(number: int) -> None:
+    if number in _process.former and signal.getsignal(number) is _handle:
+        return
+    try:
+        _process.former[number] = signal.signal(number, _handle)
+    except (ValueError, OSError, TypeError) as error:
+        raise ValueError(f"stopping() cannot handle signal {number!r}: {error}.") from error
+
+
+def put_back_unused() -> None:
+    """Restore the former handlers of signals that no block handles."""
+    for number in _process.former.keys() - handled_signals():
+        _put_back(number)
+
+
+def _put_back(number: int) -> None:
+    former = _process.former.pop(number)
+    if signal.getsignal(number) is _handle:
+        signal.signal(number, former or signal.SIG_DFL)
+
+
+@atexit.register
+def _ignore_at_exit() -> None:
+    """Ignore these signals while the interpreter exits: it restores defaults, which kill the process."""
+    if os.getpid() != _process.pid:
+        return
+    for number in _process.former:
+        if signal.getsignal(number) is _handle:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _handle(number: int, _: FrameType | None) -> None:
+    now = time.monotonic()
+    if os.getpid() != _process.pid:
+        _handle_in_child(number)
+    elif number not in handled_signals():
+        _handle_after_the_block(number, now)
+    elif number != signal.SIGINT:
+        _ask(f"got {_name_of(number)}", number)
+    elif _process.interrupted_at == -math.inf:
+        _process.interrupted_at = now
+        _ask("got SIGINT", number)
+    elif now > _process.interrupted_at + _AGAIN:  # not the same Ctrl-C
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(_process.pid, number)
+
+
+def _handle_after_the_block(number: int, now: float) -> None:
+    passed_over = _AGAIN if number == signal.SIGINT else _ENDING
+    if now > _process.over_at + passed_over:
+        _put_back(number)
+        os.kill(_process.pid, number)
+
+
+def _handle_in_child(number: int) -> None:
+    """Let a forked child, such as a loader's worker, end as its rank does, or by SIGTERM as usual."""
+    if number == signal.SIGTERM:
+        _put_back(number)
+        os.kill(os.getpid(), number)
+
+
 # Keep a loader's workers alive when ranks are asked to stop.
 #
 # Such signals often reach workers, too: torchrun, Slurm and terminals signal all processes of a rank. A worker that
@@ -258,7 +360,7 @@ def enduring_workers(of: DataLoader[Any]) -> Iterator[None]:
             _enduring.add(worker)
 
 
-def _pass_over(signals: tuple[int, ...], given: Callable[[int], None] | None, worker_id: int) -> None:
+def _pass_over(signals: set[int], given: Callable[[int], None] | None, worker_id: int) -> None:
     """Start as a worker that ignores signals, then run the loader's own `worker_init_fn`."""
     for number in signals:
         signal.signal(number, _do_nothing)  # not SIG_IGN, which programs started by the worker would inherit

@@ -68,14 +68,11 @@ def gather_exact(values: T, indices: Any, n: int, *, group: Group | None = None)
         ready = [_as_column(call, path, column, len(indices)) for path, column in own.items()]
         tree = replace_leaves(values, iter(ready), _is_column)
     gathered = dict(zip(ranks_of(peers), gather_objects(call, (indices, tree), peers), strict=True))
-    by_rank = {rank: indices for rank, (indices, _) in gathered.items()}
-    order = _order_of(by_rank, n)
+    order = _order_of({rank: found for rank, (found, _) in gathered.items()}, n)
+    own_rank = ranks.get_rank()
     # a rank without samples may pass an empty list whatever the others have
-    trees = {rank: tree for rank, (indices, tree) in gathered.items() if len(indices)}
-    if not trees:
-        own_rank = ranks.get_rank()
-        trees = {own_rank: gathered[own_rank][1]}
-    like = trees.get(ranks.get_rank(), next(iter(trees.values())))
+    trees = {rank: each for rank, (found, each) in gathered.items() if len(found)} or {own_rank: tree}
+    like = trees.get(own_rank, next(iter(trees.values())))
     results = _join_columns(call, trees, order)
     for path, result in results.items():
         if isinstance(result, Tensor) and isinstance(own.get(path), Tensor):
@@ -157,11 +154,6 @@ def _order_of(by_rank: dict[int, NDArray[np.int64]], n: int) -> NDArray[np.int64
     """Return where each of range(n) stands among the ranks' indices, of which each must be there once."""
     indices = np.concatenate([*by_rank.values()])
     inside = (indices >= 0) & (indices < n)
-    if len(indices) == n and inside.all():
-        order = np.full(n, -1)
-        order[indices] = np.arange(n)
-        if (order >= 0).all():
-            return order
     counts = np.bincount(indices[inside], minlength=n)
     wrong = {
         "missing": np.flatnonzero(counts == 0),
@@ -172,6 +164,8 @@ def _order_of(by_rank: dict[int, NDArray[np.int64]], n: int) -> NDArray[np.int64
     for problem, found in wrong.items():
         if len(found):
             lines.append(f"  {len(found)} {problem}: {_name_indices(found, by_rank)}")
+    if not lines:
+        return np.argsort(indices)
     raise ValueError(
         "\n".join([f"The ranks' indices must together be range({n}), each once, but:", *lines])
         + "\nA DistributedSampler repeats or drops samples to even out its shards: use a DistributedEvalSampler."

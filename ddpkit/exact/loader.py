@@ -15,8 +15,7 @@ from ..data.samplers import DistributedSampler
 from ..data.seeds import generators_kept, hash_seeds, seed_cpu
 from ..errors import DdpkitError
 from ..job.current_job import get_device
-from . import sum as exact_sum
-from .gradients import MicroBatches, describe_kernels
+from .gradients import MOST, MicroBatches, describe_kernels
 
 if TYPE_CHECKING:
     from ..data.samplers import Order
@@ -77,44 +76,25 @@ def make_micro_batch_loader(
     """
     options |= {"num_workers": num_workers, "collate_fn": collate_fn}
     check_options(_CALL, options)
-    sampler = MicroBatchSampler(
-        dataset,
-        as_integer(global_batch_size, "global_batch_size"),
-        as_integer(micro_batch_size, "micro_batch_size"),
-        num_replicas,
-        rank,
-        shuffle=bool(shuffle),
-        seed=seed,
-        drop_last=drop_last,
-    )
-    return MicroBatchLoader(dataset, sampler, **options)
+    global_batch_size = as_integer(global_batch_size, "global_batch_size")
+    micro_batch_size = as_integer(micro_batch_size, "micro_batch_size")
+    count, rest = divmod(global_batch_size, micro_batch_size)
+    if rest or count > MOST:
+        raise ValueError(
+            f"{_CALL} splits a step into 1 to {MOST:,} equal micro-batches, but global_batch_size={global_batch_size} "
+            f"/ micro_batch_size={micro_batch_size} is {count}, remainder {rest}."
+        )
+    sampler = MicroBatchSampler(dataset, num_replicas, rank, shuffle, seed)
+    sampler.micro_batch_size = micro_batch_size
+    sampler.cut_into(global_batch_size, drop_last=drop_last)
+    shape = BatchShape(micro_batch_size, global_batch_size, drop_last)
+    return MicroBatchLoader(dataset, shape, sampler, sampler.place, seed, **options)
 
 
 class MicroBatchSampler(DistributedSampler):
     """Deal the micro-batches of a step to the ranks in turn: rank r takes those numbered r, r + world size, ..."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        global_batch_size: int,
-        micro_batch_size: int,
-        num_replicas: int | None,
-        rank: int | None,
-        *,
-        shuffle: bool,
-        seed: int,
-        drop_last: bool,
-    ) -> None:
-        count, rest = divmod(global_batch_size, micro_batch_size)
-        if rest or count > exact_sum.MOST:
-            raise ValueError(
-                f"{_CALL} splits a step into 1 to {exact_sum.MOST:,} equal micro-batches, but "
-                f"global_batch_size={global_batch_size} / micro_batch_size={micro_batch_size} is {count}, "
-                f"remainder {rest}."
-            )
-        self.micro_batch_size = micro_batch_size
-        super().__init__(dataset, num_replicas, rank, shuffle, seed)
-        self.cut_into(global_batch_size, drop_last=drop_last)
+    micro_batch_size: int
 
     def _identity(self) -> dict[str, Any]:
         sizes = {"global_batch_size": self.global_batch_size, "micro_batch_size": self.micro_batch_size}
@@ -181,23 +161,20 @@ class MicroBatchLoader(Loader):
     It counts epochs and steps, and has a state, as every `Loader`. `peek()` returns one micro-batch.
     """
 
-    def __init__(self, dataset: Any, sampler: MicroBatchSampler, **options: Any) -> None:
-        self._dealer = sampler
-        shape = BatchShape(sampler.micro_batch_size, sampler.global_batch_size, sampler.drop_last)
-        super().__init__(dataset, shape, sampler, sampler.place, sampler.seed, **options)
+    sampler: MicroBatchSampler
 
     def __len__(self) -> int:
-        return len(self._dealer.steps())
+        return len(self.sampler.steps())
 
     def _positions(self) -> None:
         """Return None: its batches have their `global_batch_size`."""
 
     def _begin(self, loop: Loop) -> Iterator[Any]:
-        loop.steps = iter(self._dealer.steps())
+        loop.steps = iter(self.sampler.steps())
         return super()._begin(loop)
 
     def _seeds(self, loop: Loop) -> Iterator[Seeds]:
-        for step in self._dealer.steps():
+        for step in self.sampler.steps():
             for positions in self._micro_batches(step):
                 yield self._seed, loop.epoch, 0, positions.start  # whichever rank has it
 
@@ -232,10 +209,10 @@ class MicroBatchLoader(Loader):
         finally:
             errors.clear()  # its traceback holds this frame
         name = f"epoch {loop.epoch}, from sample {step} on"
-        return MicroBatches(found, name, len(self._dealer.step_at(step)), seeds, self._dealer.most)
+        return MicroBatches(found, name, len(self.sampler.step_at(step)), seeds, self.sampler.most)
 
     def _micro_batches(self, step: int) -> Iterator[range]:
-        return self._dealer.micro_batches(self._dealer.step_at(step))
+        return self.sampler.micro_batches(self.sampler.step_at(step))
 
     def _with_own_generators(self) -> AbstractContextManager[None]:
         """Return a block in which samples may be loaded whose random numbers are not this process's."""

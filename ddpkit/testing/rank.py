@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from ..errors import DdpkitError, PeerError
 from ..job import current_job, lifecycle
-from ..signals import put_back_unused
 from ..spawning.rank_process import call_and_reply, replace_environment
+from ..stop import put_back_unused
 from ..watch import stop_agreement, thread
 from . import cleaning
 

@@ -47,7 +47,6 @@ class _Connection:
     rank: int | None = None
     since: float = field(default_factory=lambda: time.monotonic())  # read when called: tests replace the clock
     lines: Lines = field(default_factory=Lines)
-    taken: int = 0  # bytes
     unsent: bytearray = field(default_factory=bytearray)
     open: bool = True
     asks: bool = False  # whether it sent the token to ask what the ranks are doing
@@ -93,7 +92,6 @@ class Connections:
         self._ranks: dict[int, _Connection] = {}
         self._strangers: dict[_Connection, None] = {}  # the oldest first
         self._behind: set[_Connection] = set()  # with unsent data
-        self._writing: set[_Connection] = set()  # registered with the selector for writing
         self._lock = threading.Lock()  # guards sending
         self._listener = listener
         self._listens = False
@@ -162,7 +160,7 @@ class Connections:
             if stranger.asks:
                 self._send(stranger, line)
 
-    def settle(self, seconds: float) -> None:
+    def flush(self, seconds: float) -> None:
         """Wait, with a time limit, until all posts are sent; another thread must be polling."""
         deadline = time.monotonic() + seconds
         while self._behind and time.monotonic() < deadline:
@@ -175,8 +173,8 @@ class Connections:
 
     def poll(self, seconds: float) -> list[Event]:
         """Wait, with a time limit, for data; send what is unsent."""
-        if self._behind or self._writing:
-            self._select_writable()
+        for connection in list(self._behind):
+            self._selector.modify(connection.socket, _READ | _WRITE, connection)
         seconds = min(seconds, max(0.0, self._next_look - time.monotonic()))
         events: list[Event] = []
         for key, _ in self._selector.select(seconds):
@@ -217,7 +215,7 @@ class Connections:
                 connection.attempts.begin(connection.socket)
         return events
 
-    def part(self, seconds: float) -> Iterator[Event]:
+    def shutdown(self, seconds: float) -> Iterator[Event]:
         """Close in good order: send what is unsent, then read, with a time limit, until the others have closed.
 
         Closing with unread data would discard the last messages on their way to the other side.
@@ -230,7 +228,7 @@ class Connections:
         while self._ranks and time.monotonic() < deadline:
             yield from self.poll(deadline - time.monotonic())
 
-    def give_away(self) -> list[int]:
+    def detach(self) -> list[int]:
         """Close all but the connections to ranks; return the descriptors of these."""
         kept = [connection.socket.detach() for connection in self._ranks.values()]
         self._ranks.clear()
@@ -295,6 +293,8 @@ class Connections:
     def _serve(self, connection: _Connection) -> list[Event]:
         try:
             self._send(connection, b"")
+            if connection not in self._behind:
+                self._selector.modify(connection.socket, _READ, connection)
             return self._read(connection)
         except Exception:
             if connection.rank is not None:
@@ -318,11 +318,10 @@ class Connections:
                 events.append(event)
             if not connection.open:
                 return events
-        connection.taken += len(data)
         if not data:
             self._drop(connection)
             events += _last_events(connection)
-        elif connection.rank is None and connection.taken > _TOKEN_BYTES:
+        elif connection.rank is None and len(connection.lines.rest()) > _TOKEN_BYTES:
             self._drop(connection)
         return events
 
@@ -400,15 +399,6 @@ class Connections:
             if self._leaving:
                 with suppress(OSError):
                     connection.socket.shutdown(socket.SHUT_WR)
-
-    def _select_writable(self) -> None:
-        """Register with the selector those connections that have unsent data, and only those."""
-        behind = set(self._behind)
-        for connection in behind ^ self._writing:
-            if connection.open:
-                mask = _READ | _WRITE if connection in behind else _READ
-                self._selector.modify(connection.socket, mask, connection)
-        self._writing = behind
 
 
 # Single connections.

@@ -185,13 +185,13 @@ def _short(text: str) -> str:
     return printable(text[:_LONGEST]).replace("\n", r"\n").replace("\t", r"\t")
 
 
-class Picture:
+class StatusReport:
     """What all ranks are doing, gathered on rank 0 for its log; at most once in ten minutes.
 
     It is shown after too long a wait; or, on mere suspicion, if all ranks are in collectives, but not in the same one.
 
     Attributes:
-        deadlock: Why no rank of the picture shown last can continue; "" if one may.
+        deadlock: Why no rank of the report shown last can continue; "" if one may.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -289,7 +289,7 @@ def fold(activities: Iterable[Activity], world_size: int, processes: Mapping[int
 
 def _headline(some: list[Activity]) -> str:
     first = some[0]
-    who = _name([each.rank for each in some])
+    who = _name(each.rank for each in some)
     if len(some) == 1:
         who += f" ({first.host}, pid {first.pid})"
     doing = f"{first.call} at {first.place}" if first.place else "its main thread has ended"
@@ -308,21 +308,16 @@ def _progress(some: list[Activity]) -> str:
     return text
 
 
-def _name(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {_as_ranges(ranks)}"
-
-
-def _as_ranges(numbers: Iterable[int]) -> str:
-    """Format ascending numbers as ranges, such as "0-95,192"."""
+def _name(ranks: Iterable[int]) -> str:
+    """Name ascending ranks, such as "ranks 0-95,192"."""
     ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and number == ranges[-1][-1] + 1:
-            ranges[-1][1:] = [number]
+    for rank in ranks:
+        if ranges and rank == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [rank]
         else:
-            ranges.append([number])
-    return ",".join("-".join(map(str, ends)) for ends in ranges)
+            ranges.append([rank])
+    names = ",".join("-".join(map(str, ends)) for ends in ranges)
+    return f"rank {names}" if names.isdecimal() else f"ranks {names}"
 
 
 LONGEST = 2_000_000  # bytes of a line: more than the longest failure with every character escaped

@@ -22,7 +22,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
 
 from ..errors import ERRORS_OF_ALL_RANKS, DdpkitError, LaunchError, MismatchError, describe_error
 from ..job import current_job
@@ -40,7 +39,7 @@ from .messages import (
     PAUSE,
     Activity,
     Message,
-    Picture,
+    StatusReport,
     Steps,
     StopRequest,
     children_of,
@@ -82,24 +81,20 @@ class WatchThread(threading.Thread):
         session: The job; its `failures` are kept up to date.
         token: Secret of this start of the job; strangers, who do not know it, are ignored.
         listener: Socket to which this rank's children connect, if it has some.
-        before_kill: Called with the failure before the process is ended.
     """
 
-    def __init__(
-        self, session: Session, token: str, listener: socket.socket | None, before_kill: Callable[[DdpkitError], None]
-    ) -> None:
+    def __init__(self, session: Session, token: str, listener: socket.socket | None) -> None:
         super().__init__(name="ddpkit watch", daemon=True)
         self._session = session
         self._failures = session.failures
-        self._before_kill = before_kill
         self._connections = Connections(session.rank, len(session.hosts), token, listener, _warn)
         self._main_thread = MainThread(session, self._connections.wake)
         self._closing = False
         self._keeps = False  # whether the connections outlive the thread
         self._failure_sent = False  # whether this rank has reported a failure
         self._logged = False  # whether it has logged one
-        self._picture = Picture(len(session.hosts))
-        self._wants_picture = False
+        self._report = StatusReport(len(session.hosts))
+        self._wants_report = False
         self._wanted_at = -PAUSE  # when this rank last wanted a report
         self._has_answered = threading.Event()
         self._asks_after = _LONG_WAIT  # seconds after its last collective at which rank 0 asks what the others do
@@ -128,7 +123,7 @@ class WatchThread(threading.Thread):
         self._failures.known = failure
         self._failures.settled = True
         self._tell_others(failure)
-        self._connections.settle(_LAST_WORDS)
+        self._connections.flush(_LAST_WORDS)
 
     def close(self, tells_code: bool = False) -> None:
         """Leave: from now on, the end of a connection is not a failure. First set `failures.settled`.
@@ -138,9 +133,10 @@ class WatchThread(threading.Thread):
         """
         if tells_code:
             self._keeps = True
-            self._connections.post(_line(exiting=self._session.rank))
+            self._connections.post(encode(exiting=self._session.rank))
         else:
-            self._connections.post_news(_line(left=self._session.rank, failure=self._failures.known))
+            failure = {"failure": self._failures.known} if self._failures.known else {}
+            self._connections.post_news(encode(left=self._session.rank, **failure))
         self._closing = True  # only now: the thread then closes all connections
         self._connections.wake()
         self.join(_LAST_WORDS)
@@ -149,7 +145,7 @@ class WatchThread(threading.Thread):
     def hand_over(self) -> None:
         """Let the exit of the process send its exit code: unless it is 0, this rank has failed."""
         if self._keeps and not self.is_alive():
-            send_exit_code(self._connections.give_away())
+            send_exit_code(self._connections.detach())
 
     def run(self) -> None:
         """Listen until the watch is closed; if that fails, so does the rank."""
@@ -157,11 +153,11 @@ class WatchThread(threading.Thread):
             with readable_stacks():
                 while not self._closing:
                     self._listen()
-            self._show_picture(at_once=True)
+            self._show_report(at_once=True)
             if self._keeps:
                 return
-            for event in self._connections.part(1.0):
-                self._hear(event)
+            for event in self._connections.shutdown(1.0):
+                self._receive(event)
         except BaseException as error:
             if not self._closing:
                 self._break_down(error)
@@ -170,19 +166,18 @@ class WatchThread(threading.Thread):
     def _listen(self) -> None:
         """Receive until the next check of this rank itself."""
         for event in self._connections.poll(self._pause()):
-            self._hear(event)
-        if self._failures.known is not None:
+            self._receive(event)
+        orphan = None if self._failures.known else self._failures.orphan()
+        if orphan:
+            self._failures.known = Failure.of(self._session.rank, orphan)
+        if self._failures.known:
             self._tell_others(self._failures.known)  # the main thread may have found it in the store
-        if self._failures.known is None:
-            orphan = self._failures.orphan()
-            if orphan:
-                self._on_failure(Failure.of(self._session.rank, orphan))
         for rank, deadline in list(self._failures.exiting.items()):
             if time.monotonic() > deadline:
                 self._on_departure(rank, rank)
         self._look_after_main_thread()
         self._suspect_deadlock()
-        self._make_picture()
+        self._make_report()
         self._agree_to_stop()
 
     def _pause(self) -> float:
@@ -192,7 +187,7 @@ class WatchThread(threading.Thread):
 
     # Events.
 
-    def _hear(self, event: Event) -> None:
+    def _receive(self, event: Event) -> None:
         message, sender = event.message, event.rank
         if message is None:
             if sender is not None:
@@ -212,9 +207,9 @@ class WatchThread(threading.Thread):
             self._on_departure(message.left, sender)
         if message.activity is not None:
             self._on_activity(message.activity)
-        self._hear_of_stop(message)
+        self._receive_of_stop(message)
 
-    def _hear_of_stop(self, message: Message) -> None:
+    def _receive_of_stop(self, message: Message) -> None:
         if message.wants_stop is not None:
             self._on_stop_request(message.wants_stop)
         if message.asks_steps:
@@ -226,7 +221,7 @@ class WatchThread(threading.Thread):
 
     def _on_exiting(self, rank: int, sender: int) -> None:
         self._failures.exiting[rank] = time.monotonic() + _EXITING
-        self._connections.post(_line(exiting=rank), exclude=sender)
+        self._connections.post(encode(exiting=rank), exclude=sender)
 
     def _on_exit_code(self, rank: int, code: int) -> None:
         if code == 0:
@@ -238,7 +233,7 @@ class WatchThread(threading.Thread):
     def _on_departure(self, rank: int, sender: int) -> None:
         if rank not in self._failures.left:
             self._failures.left.append(rank)
-            self._connections.post(_line(left=rank), exclude=sender)
+            self._connections.post(encode(left=rank), exclude=sender)
         self._failures.exiting.pop(rank, None)  # last: the main thread may be waiting for it
 
     def _on_closed(self, rank: int, silent: bool) -> None:
@@ -286,24 +281,23 @@ class WatchThread(threading.Thread):
     def show_ranks(self) -> None:
         """Make rank 0 log what all ranks are doing after this rank waited too long; once in ten minutes."""
         now = time.monotonic()
-        if self._failures.known is not None or now < self._wanted_at + PAUSE:
-            return
-        self._wanted_at = now
-        self._has_answered.clear()
-        self._wants_picture = True
-        self._connections.wake()
-        self._has_answered.wait(_ANSWERS)  # until then this rank is still in its wait
+        if self._failures.known is None and now > self._wanted_at + PAUSE:
+            self._wanted_at = now
+            self._has_answered.clear()
+            self._wants_report = True
+            self._connections.wake()
+            self._has_answered.wait(_ANSWERS)  # until then this rank is still in its wait
 
     def _on_question(self, sender: int | None) -> None:
         """Forward the question what the ranks are doing; rank 0 answers one from below by a report in its log."""
         if sender is None or sender < self._session.rank:
             self._ask()
         else:
-            self._wants_picture = True
+            self._wants_report = True
 
     def _ask(self) -> None:
         """Ask the ranks below this one, and answer for it."""
-        self._connections.post_down(_line(asks=True))
+        self._connections.post_down(encode(asks=True))
         with self._harmless():
             session = self._session
             seconds = time.monotonic() - session.acted_at
@@ -313,12 +307,12 @@ class WatchThread(threading.Thread):
 
     def _on_activity(self, activity: Activity) -> None:
         """Forward a rank's answer: rank 0 to those who asked, and into the report."""
-        line = _line(activity=activity)
+        line = encode(activity=activity)
         if self._session.rank > 0:
             self._connections.post_up(line)
             return
         self._connections.answer(line)
-        self._picture.add(activity)
+        self._report.add(activity)
 
     def _suspect_deadlock(self) -> None:
         """If rank 0 has been in a collective for long, ask whether the ranks are in different ones."""
@@ -329,30 +323,29 @@ class WatchThread(threading.Thread):
             self._asks_after = 2 * seconds
             with self._harmless():
                 mine = describe_main_thread(0, {}, "", seconds)
-                if mine.is_in_collective and self._picture.begin(_ANSWERS, is_suspected=True):
+                if mine.is_in_collective and self._report.begin(_ANSWERS, is_suspected=True):
                     self._ask()
 
-    def _make_picture(self) -> None:
+    def _make_report(self) -> None:
         """Ask for the wanted report, and log it."""
-        wants, self._wants_picture = self._wants_picture, False
-        if wants and self._session.rank > 0:
-            self._connections.post_up(_line(asks=True))
-        elif wants and self._picture.begin(_ANSWERS):
-            self._ask()
-        elif wants:
-            self._has_answered.set()
-        self._show_picture()
+        if self._wants_report:
+            self._wants_report = False
+            if self._session.rank > 0:
+                self._connections.post_up(encode(asks=True))
+            elif self._report.begin(_ANSWERS):
+                self._ask()
+        self._show_report()
 
-    def _show_picture(self, at_once: bool = False) -> None:
+    def _show_report(self, at_once: bool = False) -> None:
         """Log the report when it is complete, or at once."""
         with self._harmless():
-            lines = self._picture.take(at_once)
+            lines = self._report.take(at_once)
             if lines:
                 _log(logging.ERROR, "\n".join(lines))
                 self._has_answered.set()
-            if self._picture.deadlock and self._failures.known is None:
+            if self._report.deadlock and self._failures.known is None:
                 host = self._session.hosts[0]
-                self._on_failure(Failure(-1, host, MismatchError.__name__, self._picture.deadlock, ""))
+                self._on_failure(Failure(-1, host, MismatchError.__name__, self._report.deadlock, ""))
 
     # The step at which all stop.
 
@@ -372,7 +365,7 @@ class WatchThread(threading.Thread):
     def _on_stop_request(self, request: StopRequest) -> None:
         agreement = self.stop_agreement
         if self._session.rank > 0:
-            self._connections.post_up(_line(wants_stop=request))
+            self._connections.post_up(encode(wants_stop=request))
         elif not agreement.is_asked:
             agreement.request = agreement.request or request
             self._ask_steps()
@@ -380,17 +373,17 @@ class WatchThread(threading.Thread):
 
     def _ask_steps(self) -> None:
         """Ask the ranks below this one for their number of steps, and answer for it."""
-        self._connections.post_down(_line(asks_steps=True))
+        self._connections.post_down(encode(asks_steps=True))
         self._on_steps(Steps(self._session.rank, self.stop_agreement.answer()))
 
     def _on_steps(self, steps: Steps) -> None:
         if self._session.rank > 0:
-            self._connections.post_up(_line(steps=steps))
+            self._connections.post_up(encode(steps=steps))
         else:
             self.stop_agreement.counts[steps.rank] = steps.number
 
     def _on_stop(self, decision: StopRequest) -> None:
-        self._connections.post_down(_line(stop=decision))
+        self._connections.post_down(encode(stop=decision))
         self.stop_agreement.decision = decision  # only now: the main thread may leave when it sees it
 
     @contextmanager
@@ -471,8 +464,8 @@ class WatchThread(threading.Thread):
             words = f"Rank {self._session.rank} ends: its main thread {self._main_thread.reason()}. {failure}\n"
             with suppress(OSError):
                 os.write(2, words.encode(errors="backslashreplace"))
-            self._show_picture(at_once=True)
-            self._before_kill(failure)
+            self._show_report(at_once=True)
+            fill_error_file(failure)
             sys.stdout.flush()
 
         try:
@@ -482,11 +475,6 @@ class WatchThread(threading.Thread):
                 child.kill()
         finally:
             os._exit(1)
-
-
-def _line(**fields: Any) -> bytes:
-    """Write a message of those fields that are not None."""
-    return encode(**{name: value for name, value in fields.items() if value is not None})
 
 
 def _log(level: int, text: str, error: BaseException | None = None) -> None:
@@ -533,7 +521,7 @@ def start_watch(job: Job, session: Session, members: Members, listener: socket.s
         if rank > 0 and children_of(rank, members.world_size):
             listener, address = listen()
             session.store.set(f"watch/{rank}", json.dumps({"address": address}))
-        job.watch = watch = WatchThread(session, members.token, listener, fill_error_file)
+        job.watch = watch = WatchThread(session, members.token, listener)
         watch.wait_for_children(timeout)
         if rank > 0:
             watch.connect(_connect_to_parent(session, members, timeout))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import ddpkit
-from ddpkit.exact.sum import ExactSum
+from ddpkit.exact.gradients import ExactSum
 
 SIZE, MOST = 21, 5
 

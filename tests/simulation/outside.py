@@ -292,7 +292,7 @@ class MainThread(main_thread.MainThread):
         pass
 
 
-class _NoPicture:
+class _NoReport:
     """What a rank is doing is not asked here."""
 
     def __init__(self, *_: object) -> None:
@@ -359,7 +359,7 @@ def put_in_place() -> None:
     main_thread.threading = SimpleNamespace(main_thread=_current_thread, current_thread=_current_thread)
     member.Member.is_alive = _is_alive
     thread.MainThread = MainThread
-    thread.Picture = _NoPicture
+    thread.StatusReport = _NoReport
     thread.WatchThread.show_ranks = lambda _: None
     thread.os = _os
     thread.send_exit_code = _send_exit_code

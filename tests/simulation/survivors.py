@@ -159,7 +159,7 @@ def put_in_place() -> None:
         teardown=lambda: _mine().leave(),
         leave_to_rejoin=lambda: _mine().leave_to_rejoin(),
         rejoin=lambda *args: _mine().rejoin(*args),
-        joined=lambda: _mine().session is not None,
+        enter_collective=lambda: _mine().session,
         report=lambda error: _mine().report(error),
     )
     survival.current_job = SimpleNamespace(

@@ -25,7 +25,7 @@ from signals import stop_process
 
 import ddpkit
 from ddpkit import testing
-from ddpkit.signals import handled_signals
+from ddpkit.stop import handled_signals
 from ddpkit.watch import messages as monitor_tree
 from ddpkit.watch import stop_agreement
 from ddpkit.watch.messages import StopRequest
