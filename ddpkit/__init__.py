@@ -47,7 +47,7 @@ from .collectives.ops import (
 )
 from .collectives.sync import barrier, main_process_first, main_process_only, run_on_main, stop_together, together
 from .data.loader import Loader, make_loader
-from .data.samplers import DistributedEvalSampler, DistributedSampler
+from .data.samplers import DistributedEvalSampler, DistributedSampler, DistributedWeightedSampler
 from .data.seeds import sample_seed, seed_everything
 from .errors import (
     BadStepError,
@@ -93,7 +93,6 @@ if TYPE_CHECKING:
     from .spawning.spawn import spawn
     from .stop import Stop, stopping
     from .survival.survive import Attempt, survive
-    from .weighted import DistributedWeightedSampler
 
 __version__ = "0.1.0"
 
@@ -201,7 +200,6 @@ _LOADED_AT_USE = {  # names that most scripts do not need; listed above, too, fo
     "stopping": "stop",
     "Attempt": "survival.survive",
     "survive": "survival.survive",
-    "DistributedWeightedSampler": "weighted",
 }
 
 if not TYPE_CHECKING:  # a type checker would take every name for valid

@@ -21,7 +21,8 @@ class StopAgreement:
         world_size: Number of ranks in the job.
 
     Attributes:
-        request: This rank's own request, or None; on rank 0 the first of all. A signal handler may set it.
+        request: This rank's own request, or None. A signal handler may set it.
+        first: On rank 0, the first request that reached it, or None.
         decision: The request with the step that rank 0 has decided, or None.
         is_asked: Whether this rank was asked for its count.
         counts: On rank 0, the counts of the ranks that answered.
@@ -29,6 +30,7 @@ class StopAgreement:
 
     def __init__(self, world_size: int) -> None:
         self.request: StopRequest | None = None
+        self.first: StopRequest | None = None
         self.decision: StopRequest | None = None
         self.is_asked = False
         self.counts: dict[int, int] = {}
@@ -70,9 +72,9 @@ class StopAgreement:
 
         The main thread does not know it yet: it would stop and leave before the others have been told.
         """
-        if not self.counts or self.request is None or self.decision is not None or self.missing(left):
+        if self.first is None or self.decision is not None or self.missing(left):
             return None
-        return replace(self.request, step=max(self.counts.values()) + 1)
+        return replace(self.first, step=max(self.counts.values()) + 1)
 
 
 _alone = StopAgreement(1)  # for processes without a watch

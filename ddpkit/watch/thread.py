@@ -367,9 +367,9 @@ class WatchThread(threading.Thread):
         if self._session.rank > 0:
             self._connections.post_up(encode(wants_stop=request))
         elif not agreement.is_asked:
-            agreement.request = agreement.request or request
+            agreement.first = request
             self._ask_steps()
-            _log(logging.WARNING, agreement.request.announcement())
+            _log(logging.WARNING, request.announcement())
 
     def _ask_steps(self) -> None:
         """Ask the ranks below this one for their number of steps, and answer for it."""
