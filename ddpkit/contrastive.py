@@ -118,13 +118,10 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         if ctx.check:
             check_fingerprint(ctx.fingerprint, ctx.peers)
-        found: list[Tensor | None] = []
-        for i, gradient in enumerate(gradients):
-            if ctx.needs_input_grad[4 + i]:
-                found.append(_add_up_own(gradient, ctx.counts[i], ctx.peers))
-            else:
-                found.append(None)
-        return None, None, None, None, *found
+        found: list[Tensor | None] = [None] * 4  # of the other arguments
+        for gradient, counts, needs in zip(gradients, ctx.counts, ctx.needs_input_grad[4:], strict=True):
+            found.append(_add_up_own(gradient, counts, ctx.peers) if needs else None)
+        return tuple(found)
 
 
 def _add_up_own(gradient: Tensor, counts: list[int], peers: Peers | None) -> Tensor:

@@ -241,24 +241,25 @@ def _fingerprint(
     return fingerprint_of(exchange, described)
 
 
+_HASH = 16  # bytes
+_HEADER = _HASH + 2  # plus the numbers of ranks with spoiled and with missing gradients
+
+
 class _Bucket(NamedTuple):
     """The gradients of one device and dtype during the exchange, in one flat tensor."""
 
     indices: list[int]  # in the order of the call
-    flat: Tensor
-    message: Tensor  # the flat tensor
+    message: Tensor  # the header, zeros unless it is the first message, then the gradients
 
 
 class _Format(NamedTuple):
     """Size of a call's first message: agreed by all ranks before they send it."""
 
     fingerprint: str = ""
-    size: int = 0  # elements of a bucket
+    size: int = _HEADER  # elements
     dtype: torch.dtype = torch.float32
 
 
-_HASH = 16  # bytes
-_HEADER = _HASH + 2  # plus the numbers of ranks with spoiled and with missing gradients
 _LARGEST = 1 << 18  # elements of a bucket in a first message
 _formats: WeakKeyDictionary[Session | Peers, _Format] = WeakKeyDictionary()  # format of the ranks' next first message
 
@@ -280,7 +281,8 @@ class GradientExchange:
         self.gradients = gradients
         self._fingerprint = fingerprint
         self._peers = current_job.data_parallel()
-        self._header = [0.0] * _HASH + [float(spoiled), float(any(value is None for value in gradients.values))]
+        self._spoiled = float(spoiled)
+        self._missing = float(any(value is None for value in gradients.values))
         self._works: list[dist.Work] = []
         self._buckets: list[_Bucket] = []
         self._is_checked = lifecycle.enter_collective() is None
@@ -291,17 +293,13 @@ class GradientExchange:
         self._fill_buckets()
         before, mine = _formats.get(self._who(), _Format()), self._format()
         _formats[self._who()] = mine
-        if mine.size:  # even if it is sent later: its place in a message affects the rounding of a sum
-            indices, flat, _ = self._buckets[0]
-            message = torch.cat([flat.new_zeros(_HEADER), flat])
-            self._buckets[0] = _Bucket(indices, message[_HEADER:], message)
-        is_carried = mine.size > 0 and before == mine
+        is_carried = before == mine != _Format()
         if is_carried:
             self._first = self._buckets[0].message
         else:
-            self._first = torch.zeros(_HEADER + before.size, dtype=before.dtype, device=control_device(self._peers))
-        self._header[:_HASH] = _hash(fingerprint)
-        self._first[:_HEADER] = torch.tensor(self._header, device="cpu")
+            self._first = torch.zeros(before.size, dtype=before.dtype, device=control_device(self._peers))
+        header = [*_hash(fingerprint), self._spoiled, self._missing]
+        self._first[:_HEADER] = torch.tensor(header, device="cpu")
         self._send(self._first)
         for bucket in self._buckets[is_carried:]:
             self.check()
@@ -318,29 +316,28 @@ class GradientExchange:
             key = p.device, torch.promote_types(p.dtype, torch.float32)
             groups.setdefault(key, []).append(i)
         for (device, dtype), indices in groups.items():
-            pieces = []
+            # the header is there in each message, because the place of a number affects the rounding of its sum
+            pieces = [torch.zeros(_HEADER, device=device)]
             for i in indices:
                 gradient = self.gradients.values[i]
                 if gradient is None:
                     gradient = torch.zeros_like(self.gradients.parameters[i])
                 pieces.append(gradient.reshape(-1))
-            flat = torch.cat(pieces).to(communication_device(device, self._peers), dtype)
-            flat.mul_(self._scale)
-            self._buckets.append(_Bucket(indices, flat, flat))
+            message = torch.cat(pieces).to(communication_device(device, self._peers), dtype)
+            self._buckets.append(_Bucket(indices, message.mul_(self._scale)))
 
     def _format(self) -> _Format:
         """Return the format of a first message with the first bucket; without room if that is sent alone."""
         if not self._buckets:
             return _Format()
-        flat = self._buckets[0].flat
-        if flat.numel() > _LARGEST or flat.is_complex() or flat.device != control_device(self._peers):
+        message = self._buckets[0].message
+        if message.numel() > _LARGEST or message.is_complex() or message.device != control_device(self._peers):
             return _Format()
-        return _Format(self._fingerprint, flat.numel(), flat.dtype)
+        return _Format(self._fingerprint, message.numel(), message.dtype)
 
-    def _send(self, flat: Tensor) -> None:
+    def _send(self, message: Tensor) -> None:
         with current_job.peer_errors():
-            work = dist.all_reduce(flat, group=group_of(self._peers), async_op=True)
-        self._works.append(work)
+            self._works.append(dist.all_reduce(message, group=group_of(self._peers), async_op=True))
 
     def check(self) -> None:
         """Wait for the first message, and check that the ranks average the same.
@@ -353,8 +350,8 @@ class GradientExchange:
         with current_job.peer_errors():
             self._works[0].wait()
         self._is_checked = True
-        self._header = self._first[:_HEADER].tolist()
-        if self._header[:_HASH] != [self._ranks * byte for byte in _hash(self._fingerprint)]:
+        *sums, self._spoiled, self._missing = self._first[:_HEADER].tolist()
+        if sums != [self._ranks * byte for byte in _hash(self._fingerprint)]:
             _formats.pop(self._who(), None)
             check_fingerprint(self._fingerprint, self._peers)  # raises with what differs
 
@@ -371,12 +368,10 @@ class GradientExchange:
             finite: Whether means that are not finite count as spoiled, too.
         """
         self._wait()
-        if self._header[_HASH]:
-            return False
-        if not finite:
-            return True
+        if self._spoiled or not finite:
+            return not self._spoiled
         if current_job.has_peers():
-            return all_finite(bucket.flat for bucket in self._buckets)
+            return all_finite(bucket.message for bucket in self._buckets)
         return all_finite(value for value in self.gradients.values if value is not None)
 
     @untraced
@@ -384,7 +379,7 @@ class GradientExchange:
         """Wait for the means and copy them into the gradients."""
         self._wait()
         with torch.inference_mode(False), torch.no_grad():
-            if self._buckets and self._header[_HASH + 1]:
+            if self._buckets and self._missing:
                 self._make_missing()
             for bucket in self._buckets:
                 self._distribute(bucket)
@@ -402,11 +397,11 @@ class GradientExchange:
 
     def _distribute(self, bucket: _Bucket) -> None:
         """Copy means into gradients; gradients that cannot be overwritten are replaced by new ones."""
-        bucket.flat.div_(self._ranks * self._scale)
-        parameters = [self.gradients.parameters[i] for i in bucket.indices]
-        means = torch.split(bucket.flat, [p.numel() for p in parameters])
         values = self.gradients.values
         fit = can_be_overwritten(values)
+        parameters = [self.gradients.parameters[i] for i in bucket.indices]
+        sizes = [_HEADER, *(p.numel() for p in parameters)]
+        _, *means = torch.split(bucket.message.div_(self._ranks * self._scale), sizes)
         for i, p, mean in zip(bucket.indices, parameters, means, strict=True):
             gradient = values[i]
             if gradient is None:  # on all ranks
@@ -458,10 +453,7 @@ class LocalPass:
     def __init__(self, call: str, modules: Modules) -> None:
         self._call = call
         self._parameters = [p for _, p in _named_parameters(call, modules)]
-        self._parts: list[nn.Module] = []
-        for module in modules:
-            if isinstance(module, nn.Module):
-                self._parts += module.modules()
+        self._parts = [part for each in modules if isinstance(each, nn.Module) for part in each.modules()]
         for part in self._parts:
             problem = _why_not_local(part)
             if problem:
@@ -469,7 +461,7 @@ class LocalPass:
                 raise TypeError(f"{call} cannot take this model: {problem}, {waiting}.")
         # each with its module and name, the object, its version, and a copy
         self._buffers: list[tuple[nn.Module, str, Tensor | None, int, Tensor | None]] = []
-        self._were_trained: list[bool] = []
+        self._were_trained: list[tuple[Tensor, bool]] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> LocalPass:
@@ -502,7 +494,7 @@ class LocalPass:
 
     @torch.no_grad()
     def _remember(self) -> None:
-        self._were_trained = [p.requires_grad for p in self._parameters]
+        self._were_trained = [(p, p.requires_grad) for p in self._parameters]
         self._buffers = []
         for part in self._parts:
             for name, buffer in own_buffers(part).items():
@@ -516,7 +508,7 @@ class LocalPass:
             own_buffers(part)[name] = buffer  # the model may have replaced it
             if buffer is not None and copy is not None:
                 buffer.copy_(copy)
-        for parameter, was_trained in zip(self._parameters, self._were_trained, strict=True):
+        for parameter, was_trained in self._were_trained:
             parameter.requires_grad_(was_trained)
             parameter.grad = None
 

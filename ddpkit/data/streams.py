@@ -69,24 +69,26 @@ def shards_of(dataset: Any, place: Place, seed: int, num_workers: int, persisten
         )
     if place.num_replicas > 1:
         _check_has_seed(dataset)
-    readers = place.num_replicas * max(num_workers, 1)
+    workers = max(num_workers, 1)
+    readers = place.num_replicas * workers
+    has_shards = hasattr(dataset, "shard")
     shards = getattr(dataset, "num_shards", None)
     if isinstance(shards, int) and shards < readers:
         raise ValueError(
             f"The stream has num_shards={shards}, but each of {readers} readers ({place.num_replicas} "
-            f"ranks x {max(num_workers, 1)} workers) needs one. {_FEWER}"
+            f"ranks x {workers} workers) needs one. {_FEWER}"
         )
-    if readers > 1 and not hasattr(dataset, "shard"):
+    if readers > 1 and not has_shards:
         raise TypeError(
             f"{type(dataset).__name__} has no shard(index, num_shards): each of {readers} readers would "
             "read all of it. Pass an object with this method, which returns one part as an iterable; "
             "or, if the stream splits itself, use torch's DataLoader."
         )
-    if readers == 1 and num_workers == 0 and not hasattr(dataset, "shard"):
+    if num_workers == 0 and not has_shards:
         return dataset
-    if hasattr(dataset, "shard"):
+    if has_shards:
         _check_takes_place(dataset)
-    return Stream(dataset, place, seed, num_workers, persistent)
+    return Stream(dataset, place, seed, workers, persistent)
 
 
 def _check_takes_place(dataset: Any) -> None:
@@ -158,10 +160,10 @@ class Stream(IterableDataset[Any]):
 
     is_open = False
 
-    def __init__(self, dataset: Any, place: Place, seed: int, num_workers: int, persistent: bool) -> None:
+    def __init__(self, dataset: Any, place: Place, seed: int, readers: int, persistent: bool) -> None:
         self.dataset = dataset
         self.seed = seed
-        self.readers = max(num_workers, 1)  # per rank
+        self.readers = readers  # per rank
         self.place = place
         self.epoch = 0
         # Workers know the epoch in which they started; persistent workers read it from shared memory.

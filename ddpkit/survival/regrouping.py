@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -130,11 +130,13 @@ class Rendezvous:
 
     Attributes:
         addresses: Addresses of the members' stores.
+        secret: As given.
     """
 
     def __init__(self, member: int, host: str, patience: float, secret: bytes) -> None:
         self.member = member
-        self._secret = secret
+        self.secret = secret
+        self._regroupings = 0
         self._patience = patience
         self._heartbeat = _Heartbeat(patience)
         self._noted = 0  # absences before the others last worked with this member
@@ -183,12 +185,13 @@ class Rendezvous:
         return found
 
     def regroup(
-        self, me: Candidate, members: Collection[int], least: int, gone: Collection[int]
+        self, steps: int, is_whole: bool, members: Collection[int], least: int, gone: Collection[int]
     ) -> tuple[Quorum, dist.Store]:
         """Agree on who continues.
 
         Args:
-            me: This rank's request.
+            steps: Number of this rank's committed steps.
+            is_whole: Whether its states are those of that step.
             members: The members before the loss.
             least: Smallest number of members.
             gone: Members that announced that they do not continue.
@@ -199,6 +202,7 @@ class Rendezvous:
         Raises:
             LaunchError: If nobody continues, or the others continue without this rank.
         """
+        me = Candidate(self.member, self._regroupings, steps, is_whole, self.address)
         candidates = set(members) - set(gone)
         while True:
             answers = self._ask(candidates - {self.member}) | {self.member: True}
@@ -229,7 +233,7 @@ class Rendezvous:
                 return last, store  # it was made without this rank
         answer = f"answer/{uuid.uuid4().hex}"
         key = _candidate_key(self.member)
-        store.set(key, sealed(self._secret, [place, key], {**asdict(me), "answer": answer}))
+        store.set(key, sealed(self.secret, [place, key], {**asdict(me), "answer": answer}))
         pause = Pause()
         next_probe = 0.0
         while not store.check([answer]):
@@ -252,19 +256,19 @@ class Rendezvous:
         deadline = time.monotonic() + self._patience
         candidates = {self.member: me}
         answers: dict[int, str] = {}
+        others = set(members) - {self.member}
         ended = set(gone)
         next_probe = 0.0
         pause = Pause()
         while True:
-            for member in set(members) - {self.member}:
+            for member in others:
                 arrived = self._read_candidate(member)
                 if arrived is not None:
                     candidates[member], answers[member] = arrived
             if time.monotonic() >= next_probe:
-                others = (set(members) | candidates.keys()) - ended - {self.member}
-                ended |= {member for member, answer in self._ask(others).items() if answer is False}
+                ended |= {member for member, answer in self._ask(others - ended).items() if answer is False}
                 next_probe = time.monotonic() + _BETWEEN_PROBES
-            absent = set(members) - candidates.keys() - ended
+            absent = others - candidates.keys() - ended
             if not absent or time.monotonic() > deadline:
                 break
             pause()
@@ -278,10 +282,10 @@ class Rendezvous:
             self._write_quorum(quorum, answer)
         self._answered.update(answers.values())
         if quorum.refusal:  # this process ends with it
-            self._wait_for_readers(list(answers.values()))
+            self._wait_for_readers(answers.values())
         return quorum
 
-    def _wait_for_readers(self, answers: list[str]) -> None:
+    def _wait_for_readers(self, answers: Iterable[str]) -> None:
         deadline = time.monotonic() + _READING
         while time.monotonic() < deadline and any(self._store.check([answer]) for answer in answers):
             time.sleep(0.01)
@@ -292,7 +296,7 @@ class Rendezvous:
         if not self._store.check([key]):
             return None
         try:
-            found = opened(self._secret, [self.address, key], self._store.get(key), key, {**_CANDIDATE, "answer": str})
+            found = opened(self.secret, [self.address, key], self._store.get(key), key, {**_CANDIDATE, "answer": str})
             host, port = found.pop("address")
             answer = found.pop("answer")
             candidate = Candidate(**found, address=(host, port))
@@ -305,10 +309,10 @@ class Rendezvous:
         return None
 
     def _write_quorum(self, quorum: Quorum, key: str) -> None:
-        self._store.set(key, sealed(self._secret, [self.address, key], asdict(quorum)))
+        self._store.set(key, sealed(self.secret, [self.address, key], asdict(quorum)))
 
     def _read_quorum(self, place: Address, store: dist.Store, key: str) -> Quorum:
-        return Quorum(**opened(self._secret, [place, key], store.get(key), key, _QUORUM))
+        return Quorum(**opened(self.secret, [place, key], store.get(key), key, _QUORUM))
 
     def _accept(self, quorum: Quorum) -> Quorum:
         """Adopt a quorum with this process in it; raise `LaunchError` otherwise."""
@@ -316,6 +320,7 @@ class Rendezvous:
             raise LaunchError(f"The remaining ranks cannot continue: {quorum.refusal}.")
         if self.member not in quorum.members:
             raise LaunchError("The other ranks have continued without this one, which they considered lost.")
+        self._regroupings = quorum.regrouping
         return quorum
 
 
@@ -413,7 +418,9 @@ class Refusals(threading.Thread):
     def _has_refused_all(self) -> bool:
         host, _, port = self._master.rpartition(":")
         if self._store is None and is_listening(host, int(port)):
-            _refuse_start(connect_to_store(host, int(port), _ANSWERING), self._reason)
+            latest = Generation.latest(connect_to_store(host, int(port), _ANSWERING))
+            if latest is not None and not latest.is_complete():  # a complete start is that of another job
+                latest.give_up(self._reason)
             return False
         if self._store is None and self._is_here:
             self._store = host_store(host, int(port))
@@ -427,10 +434,3 @@ class Refusals(threading.Thread):
         self._over.set()
         self.join()
         self._store = None
-
-
-def _refuse_start(store: dist.Store, reason: Failure) -> None:
-    """Refuse a start hosted by a new rank 0, unless it is complete: then it is another job."""
-    latest = Generation.latest(store)
-    if latest is not None and not latest.is_complete():
-        latest.give_up(reason)

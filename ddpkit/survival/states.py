@@ -183,6 +183,5 @@ def _is_dense_tensor(value: Any) -> bool:
 
 def _optimizers_in(states: tuple[Any, ...]) -> list[Optimizer]:
     """List torch's optimizers among some states, and those held by other states as `.optimizer`."""
-    found = [state for state in states if isinstance(state, Optimizer)]
-    found += [held for state in states if isinstance(held := getattr(state, "optimizer", None), Optimizer)]
-    return list({id(optimizer): optimizer for optimizer in found}.values())
+    held = [getattr(state, "optimizer", None) for state in states]
+    return list(dict.fromkeys(each for each in (*states, *held) if isinstance(each, Optimizer)))

@@ -61,7 +61,7 @@ def _last_events(connection: _Connection) -> list[Event]:
     if connection.rank is None:
         return []
     events = []
-    code = connection.lines.rest()
+    code = connection.lines.rest
     if connection.exiting and len(code) == 1:
         events.append(Event(connection.rank, Message(code=code[0])))
     events.append(Event(connection.rank, None))
@@ -321,7 +321,7 @@ class Connections:
         if not data:
             self._drop(connection)
             events += _last_events(connection)
-        elif connection.rank is None and len(connection.lines.rest()) > _TOKEN_BYTES:
+        elif connection.rank is None and len(connection.lines.rest) > _TOKEN_BYTES:
             self._drop(connection)
         return events
 
@@ -338,17 +338,15 @@ class Connections:
 
     def _admit(self, connection: _Connection, line: bytes) -> Event | None:
         """Read a stranger's first line: it becomes a rank's connection, or is closed."""
-        message = parse(line, self._world_size) if shows_token(line, self._token) else None
-        if message is not None and message.rank is not None:
+        message = (shows_token(line, self._token) and parse(line, self._world_size)) or Message()
+        if message.rank is not None:
             self._admit_rank(connection, message.rank)
             return None
-        if message is not None and message.asks:
+        if message.asks:
             connection.asks = True
             return Event(None, Message(asks=True))  # everything else in it is ignored
         self._drop(connection)
-        if message is None or message.failure is None:
-            return None
-        if message.failure.rank >= 0:  # only a rank may report a rank's failure
+        if message.failure is None or message.failure.rank >= 0:  # only a rank may report a rank's failure
             return None
         return Event(None, Message(failure=message.failure))
 

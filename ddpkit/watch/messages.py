@@ -382,35 +382,26 @@ class Message:
 
 
 class Lines:
-    """Splits a stream at its newlines; lines that are too long are dropped."""
+    """Splits a stream at its newlines; lines that are too long are dropped.
+
+    Attributes:
+        rest: Data since the last newline.
+    """
 
     def __init__(self) -> None:
-        self._rest = bytearray()
-        self._too_long = False
+        self.rest = b""
+        self._is_cut = False  # whether the beginning of the current line was dropped
 
     def feed(self, data: bytes) -> list[bytes]:
         """Add data; return the lines completed by it, without their newlines."""
-        *ends, rest = data.split(b"\n")
-        lines = []
-        for end in ends:
-            self._keep(end)
-            if not self._too_long:
-                lines.append(bytes(self._rest))
-            self._rest.clear()
-            self._too_long = False
-        self._keep(rest)
-        return lines
-
-    def rest(self) -> bytes:
-        """Return the data since the last newline."""
-        return bytes(self._rest)
-
-    def _keep(self, piece: bytes) -> None:
-        if len(self._rest) + len(piece) > LONGEST:
-            self._too_long = True
-            self._rest.clear()
-        if not self._too_long:
-            self._rest += piece
+        *lines, self.rest = (self.rest + data).split(b"\n")
+        if lines and self._is_cut:
+            del lines[0]
+            self._is_cut = False
+        if len(self.rest) > LONGEST:
+            self.rest = b""
+            self._is_cut = True
+        return [line for line in lines if len(line) <= LONGEST]
 
 
 def shows_token(line: bytes, token: str) -> bool:

@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
 from ..errors import ERRORS_OF_ALL_RANKS, DdpkitError, LaunchError, MismatchError, describe_error
 from ..job import current_job
@@ -37,7 +38,6 @@ from .connections import Connections, Event, send_exit_code
 from .main_thread import MainThread
 from .messages import (
     PAUSE,
-    Activity,
     Message,
     StatusReport,
     Steps,
@@ -62,6 +62,7 @@ _LOOK = 0.3  # seconds in which the store must report or record the fate of a lo
 _ANSWERS = 1.0  # seconds in which the ranks answer what they are doing
 _LONG_WAIT = 30.0  # seconds in one collective after which rank 0 asks whether the others are in another
 _LAST_WORDS, _LOG_WORDS = 2.0, 0.5  # seconds to send them
+_TO_RANK_0 = ("activity", "wants_stop", "steps")  # fields of messages that the ranks between forward
 
 
 class WatchThread(threading.Thread):
@@ -188,11 +189,12 @@ class WatchThread(threading.Thread):
     # Events.
 
     def _receive(self, event: Event) -> None:
-        message, sender = event.message, event.rank
-        if message is None:
-            if sender is not None:
-                self._on_closed(sender, event.silent)
-            return
+        if event.message is not None:
+            self._on_message(event.message, event.rank)
+        elif event.rank is not None:
+            self._on_closed(event.rank, event.silent)
+
+    def _on_message(self, message: Message, sender: int | None) -> None:
         if message.asks:
             self._on_question(sender)
         if message.failure is not None:  # before its sender's departure, which the main thread may be waiting for
@@ -205,19 +207,28 @@ class WatchThread(threading.Thread):
             self._on_exit_code(sender, message.code)
         if message.left is not None:
             self._on_departure(message.left, sender)
-        if message.activity is not None:
-            self._on_activity(message.activity)
-        self._receive_of_stop(message)
-
-    def _receive_of_stop(self, message: Message) -> None:
-        if message.wants_stop is not None:
-            self._on_stop_request(message.wants_stop)
         if message.asks_steps:
             self._ask_steps()
-        if message.steps is not None:
-            self._on_steps(message.steps)
         if message.stop is not None:
             self._on_stop(message.stop)
+        for name in _TO_RANK_0:
+            self._send_to_rank_0(name, getattr(message, name))
+
+    def _send_to_rank_0(self, name: str, value: Any) -> None:
+        """Send or forward a field of a message, if it is there, to rank 0, or handle it there."""
+        if value is None:
+            return
+        if self._session.rank > 0:
+            self._connections.post_up(encode(**{name: value}))
+        elif name == "steps":
+            self.stop_agreement.counts[value.rank] = value.number
+        elif name == "activity":
+            self._connections.answer(encode(activity=value))
+            self._report.add(value)
+        elif not self.stop_agreement.is_asked:  # by an earlier request
+            self.stop_agreement.first = value
+            self._ask_steps()
+            _log(logging.WARNING, value.announcement())
 
     def _on_exiting(self, rank: int, sender: int) -> None:
         self._failures.exiting[rank] = time.monotonic() + _EXITING
@@ -301,18 +312,10 @@ class WatchThread(threading.Thread):
         with self._harmless():
             session = self._session
             seconds = time.monotonic() - session.acted_at
-            self._on_activity(describe_main_thread(session.rank, session.told, session.waits, seconds))
+            activity = describe_main_thread(session.rank, session.told, session.waits, seconds)
+            self._send_to_rank_0("activity", activity)
         if session.rank > 0:
             self._has_answered.set()
-
-    def _on_activity(self, activity: Activity) -> None:
-        """Forward a rank's answer: rank 0 to those who asked, and into the report."""
-        line = encode(activity=activity)
-        if self._session.rank > 0:
-            self._connections.post_up(line)
-            return
-        self._connections.answer(line)
-        self._report.add(activity)
 
     def _suspect_deadlock(self) -> None:
         """If rank 0 has been in a collective for long, ask whether the ranks are in different ones."""
@@ -357,30 +360,15 @@ class WatchThread(threading.Thread):
         """Forward this rank's stop request; on rank 0 decide once all have answered."""
         agreement = self.stop_agreement
         if agreement.request is not None and not agreement.is_asked:
-            self._on_stop_request(agreement.request)
+            self._send_to_rank_0("wants_stop", agreement.request)
         decision = agreement.decide(self._failures.left)
         if decision is not None:
             self._on_stop(decision)
 
-    def _on_stop_request(self, request: StopRequest) -> None:
-        agreement = self.stop_agreement
-        if self._session.rank > 0:
-            self._connections.post_up(encode(wants_stop=request))
-        elif not agreement.is_asked:
-            agreement.first = request
-            self._ask_steps()
-            _log(logging.WARNING, request.announcement())
-
     def _ask_steps(self) -> None:
         """Ask the ranks below this one for their number of steps, and answer for it."""
         self._connections.post_down(encode(asks_steps=True))
-        self._on_steps(Steps(self._session.rank, self.stop_agreement.answer()))
-
-    def _on_steps(self, steps: Steps) -> None:
-        if self._session.rank > 0:
-            self._connections.post_up(encode(steps=steps))
-        else:
-            self.stop_agreement.counts[steps.rank] = steps.number
+        self._send_to_rank_0("steps", Steps(self._session.rank, self.stop_agreement.answer()))
 
     def _on_stop(self, decision: StopRequest) -> None:
         self._connections.post_down(encode(stop=decision))

@@ -109,7 +109,6 @@ def _place(addresses: dict[str, Any], folder: str) -> _Survivors:
     kept = KeptStates(())
     kept._states = [Code(folder), Code(folder)]
     mine = _Survivors(kept, 1, timedelta(seconds=10))
-    mine._secret = GUESS
     mine._rendezvous = Rendezvous(1, "127.0.0.1", 10.0, GUESS)
     mine._rendezvous.addresses |= {
         int(member): (host, port) for member, (host, port) in addresses.items() if member != "1"

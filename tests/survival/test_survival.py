@@ -109,7 +109,7 @@ def train(
     count, models = Count(), []
     for attempts, attempt in enumerate(ddpkit.survive(net, optimizer, count, min_ranks=min_ranks, **options), 1):
         with attempt:
-            number = attempt._survivors._regroupings  # that of the attempt on all ranks
+            number = getattr(attempt._survivors._rendezvous, "_regroupings", 0)  # that of the attempt on all ranks
             loader = attempt.resume(ddpkit.make_loader(torch.arange(SAMPLES), BATCH, seed=3, num_workers=num_workers))
             wrapped = ddpkit.wrap_model(net)
             models.append(wrapped)  # those of former attempts must do no harm
