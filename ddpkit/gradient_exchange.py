@@ -197,7 +197,7 @@ class Gradients:
         for p in self.parameters:
             p.grad = None
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Give the parameters their gradients."""
         for p, gradient in zip(self.parameters, self.values, strict=True):
             p.grad = gradient
@@ -383,7 +383,7 @@ class GradientExchange:
                 self._make_missing()
             for bucket in self._buckets:
                 self._distribute(bucket)
-            self.gradients.give_back()
+            self.gradients.restore()
 
     def _make_missing(self) -> None:
         """Create gradients that this rank lacks and another rank has. Collective."""

@@ -7,6 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count, islice
 from typing import Any, NamedTuple
@@ -634,6 +635,7 @@ def remedy_for(shares: UnequalShares) -> str:
     )
 
 
+@dataclass(eq=False)
 class Loop:
     """State of one pass over a loader.
 
@@ -648,15 +650,14 @@ class Loop:
         steps: For micro-batches, where each remaining step starts.
     """
 
-    def __init__(self, epoch: int, start: int, first: int, positions: range | None) -> None:
-        self.epoch = epoch
-        self.start = start
-        self.first = first
-        self.positions = positions
-        self.batches = 0
-        self.drawn: deque[list[int]] = deque()
-        self.all_drawn = False
-        self.steps: Iterator[int] = iter(())
+    epoch: int
+    start: int
+    first: int
+    positions: range | None
+    batches: int = 0
+    drawn: deque[list[int]] = field(default_factory=deque)
+    all_drawn: bool = False
+    steps: Iterator[int] = field(init=False)
 
     def describe_next(self) -> str:
         """Describe the batch to come."""

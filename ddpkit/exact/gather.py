@@ -72,13 +72,13 @@ def gather_exact(values: T, indices: Any, n: int, *, group: Group | None = None)
     own_rank = ranks.get_rank()
     # a rank without samples may pass an empty list whatever the others have
     trees = {rank: each for rank, (found, each) in gathered.items() if len(found)} or {own_rank: tree}
-    like = trees.get(own_rank, next(iter(trees.values())))
+    template = trees.get(own_rank, next(iter(trees.values())))
     results = _join_columns(call, trees, order)
     for path, result in results.items():
         if isinstance(result, Tensor) and isinstance(own.get(path), Tensor):
             results[path] = result.to(own[path].device)
-    leaves = [results[path] for path in _columns_of(like)]
-    return replace_leaves(like, iter(leaves), _is_column)  # type: ignore[no-any-return]
+    leaves = [results[path] for path in _columns_of(template)]
+    return replace_leaves(template, iter(leaves), _is_column)  # type: ignore[no-any-return]
 
 
 def _join_columns(call: str, trees: dict[int, Any], order: NDArray[np.int64]) -> dict[str, Any]:
@@ -176,8 +176,8 @@ def _name_indices(indices: NDArray[np.int64], by_rank: dict[int, NDArray[np.int6
     """Name the first few indices, with the ranks that have them."""
     names = []
     for index in indices[:_INDICES_NAMED]:
-        holders = [rank for rank, own in by_rank.items() if index in own]
-        names.append(f"{index} on {name_ranks(holders)}" if holders else f"{index}")
+        owners = [rank for rank, own in by_rank.items() if index in own]
+        names.append(f"{index} on {name_ranks(owners)}" if owners else f"{index}")
     if len(indices) > _INDICES_NAMED:
         names.append("…")
     return ", ".join(names)

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ..collectives.consistency import add_up, communication_device, control_device, raise_everywhere, reduce_in_place
+from ..collectives.consistency import add_up, communication_device, raise_everywhere, reduce_in_place
 from ..collectives.tree import name_dtype
 from ..data.seeds import generators_kept, seed_cpu
 from ..errors import DdpkitError
@@ -164,7 +165,6 @@ class _Step:
         self.device = parameters[0].device
         self._sizes = [p.numel() for p in parameters]
         self._counts = [0] * len(parameters)  # micro-batches here of which each has a gradient
-        self._dtypes = [dtype_of_gradient(p) for p in parameters]
         self._sum = ExactSum(sum(self._sizes), self.device)
         self.is_complete = False
 
@@ -198,19 +198,16 @@ class _Step:
     @torch.no_grad()
     def distribute(self) -> None:
         """Give the sums over all ranks to the parameters as gradients. Collective."""
-        peers = current_job.data_parallel()
-        counts = self._counts
-        is_complete = self._sum.over_ranks(self._fingerprint(), all(counts), peers)
-        if not is_complete:  # otherwise all have gradients
-            counts = reduce_in_place(torch.tensor(counts, device=control_device(peers)), peers=peers).tolist()
+        counts = self._sum.over_ranks(self._fingerprint(), self._counts, current_job.data_parallel())
         sums = torch.split(self._sum.rounded(), self._sizes)
-        for p, dtype, count, value in zip(self.gradients.parameters, self._dtypes, counts, sums, strict=True):
+        for p, count, value in zip(self.gradients.parameters, counts, sums, strict=True):
             if count:
-                p.grad = torch.empty_like(p, dtype=dtype).copy_(value.view(p.shape))
+                p.grad = torch.empty_like(p, dtype=dtype_of_gradient(p)).copy_(value.view(p.shape))
 
     def _fingerprint(self) -> str:
         others = []
-        for name, p, dtype in zip(self.gradients.names, self.gradients.parameters, self._dtypes, strict=True):
+        for name, p in zip(self.gradients.names, self.gradients.parameters, strict=True):
+            dtype = dtype_of_gradient(p)
             if dtype != p.dtype:
                 others.append(f"{name} {name_dtype(dtype)}")
         dtypes = ", ".join(others) or "those of the parameters"
@@ -344,18 +341,18 @@ class ExactSum:
         self.place = place
 
     @torch.no_grad()
-    def over_ranks(self, fingerprint: str, is_complete: bool, peers: Peers | None) -> bool:
-        """Add up the sums of all ranks, on each; return whether all of them are complete. Collective.
+    def over_ranks(self, fingerprint: str, counts: list[int], peers: Peers | None) -> NDArray[np.float64]:
+        """Add up the sums of all ranks, on each, and some small numbers, which are returned. Collective.
 
         Raises:
             MismatchError: If the ranks have other fingerprints.
         """
         marks = [float(place == self.place) for place in PLACES]
-        *places, incomplete = add_up(fingerprint, [*marks, float(not is_complete)], peers)
-        self.raise_to(PLACES[np.flatnonzero(places)[-1]])
+        sums = add_up(fingerprint, [*marks, *counts], peers)
+        self.raise_to(PLACES[np.flatnonzero(sums[: len(PLACES)])[-1]])
         digits = self.digits.to(communication_device(self.digits.device, peers))
         self.digits = reduce_in_place(digits, peers=peers).to(self.digits.device)
-        return not incomplete
+        return sums[len(PLACES) :]
 
     @torch.no_grad()
     def rounded(self) -> Tensor:

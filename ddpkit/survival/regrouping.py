@@ -6,7 +6,6 @@ The first that answers leads: it waits for the others, and tells them the member
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
@@ -18,6 +17,7 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from typing import get_type_hints
 
 import torch.distributed as dist
@@ -49,14 +49,14 @@ class Candidate:
         member: Its number: its rank at the start of the job.
         regroupings: Number of decisions it has received.
         steps: Number of its committed steps.
-        is_whole: Whether its states are those of that step, not of the middle of the next.
+        is_consistent: Whether its states are those of that step, not of the middle of the next.
         address: Address of its store, as exchanged at the start: that of another process with its number differs.
     """
 
     member: int
     regroupings: int
     steps: int
-    is_whole: bool
+    is_consistent: bool
     address: Address
 
 
@@ -70,7 +70,6 @@ class Quorum:
         leader: The member that decided, and hosts the store in which they meet.
         steps: Number of committed steps to resume from.
         source: A member with the states of that step.
-        behind: Members without them.
         refusal: Reason why nobody continues; "" if the members do.
     """
 
@@ -79,12 +78,11 @@ class Quorum:
     leader: int
     steps: int
     source: int
-    behind: list[int]
     refusal: str = ""
 
 
 _CANDIDATE = get_type_hints(Candidate)
-_QUORUM = {**get_type_hints(Quorum), "members": [int], "behind": [int]}
+_QUORUM = {**get_type_hints(Quorum), "members": [int]}
 
 
 def decide(leader: int, candidates: Collection[Candidate], unknown: Collection[int], least: int) -> Quorum:
@@ -97,7 +95,7 @@ def decide(leader: int, candidates: Collection[Candidate], unknown: Collection[i
         least: Smallest number of members.
     """
     members = sorted(candidate.member for candidate in candidates)
-    whole = [candidate for candidate in candidates if candidate.is_whole]
+    whole = [candidate for candidate in candidates if candidate.is_consistent]
     steps = max((candidate.steps for candidate in whole), default=0)
     able = sorted(candidate.member for candidate in whole if candidate.steps == steps)
     refusal = ""
@@ -107,9 +105,8 @@ def decide(leader: int, candidates: Collection[Candidate], unknown: Collection[i
         refusal = f"{len(members)} ranks remain, but min_ranks is {least}"
     elif not _may_speak_for_all(members, unknown):
         refusal = f"members {sorted(unknown)} cannot be reached, and may continue without this rank"
-    behind = [member for member in members if member not in able]
     number = 1 + max(candidate.regroupings for candidate in candidates)
-    return Quorum(number, members, leader, steps, able[0] if able else -1, behind, refusal)
+    return Quorum(number, members, leader, steps, able[0] if able else -1, refusal)
 
 
 def _may_speak_for_all(members: Sequence[int], unknown: Collection[int]) -> bool:
@@ -177,7 +174,7 @@ class Rendezvous:
         def ask(member: int) -> None:
             found[member] = probe(*self.addresses[member])
 
-        threads = [threading.Thread(target=functools.partial(ask, member), daemon=True) for member in members]
+        threads = [threading.Thread(target=partial(ask, member), daemon=True) for member in members]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -185,13 +182,13 @@ class Rendezvous:
         return found
 
     def regroup(
-        self, steps: int, is_whole: bool, members: Collection[int], least: int, gone: Collection[int]
+        self, steps: int, is_consistent: bool, members: Collection[int], least: int, gone: Collection[int]
     ) -> tuple[Quorum, dist.Store]:
         """Agree on who continues.
 
         Args:
             steps: Number of this rank's committed steps.
-            is_whole: Whether its states are those of that step.
+            is_consistent: Whether its states are those of that step.
             members: The members before the loss.
             least: Smallest number of members.
             gone: Members that announced that they do not continue.
@@ -202,7 +199,7 @@ class Rendezvous:
         Raises:
             LaunchError: If nobody continues, or the others continue without this rank.
         """
-        me = Candidate(self.member, self._regroupings, steps, is_whole, self.address)
+        me = Candidate(self.member, self._regroupings, steps, is_consistent, self.address)
         candidates = set(members) - set(gone)
         while True:
             answers = self._ask(candidates - {self.member}) | {self.member: True}
@@ -337,15 +334,12 @@ def host_store(host: str, port: int | None = None) -> dist.TCPStore:
         store = host_on(host)
     else:
         store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
-    _inherited().update(sockets.sockets_on(store.port) | sockets.sockets_to(store.port))
+    _inherited.update(sockets.sockets_on(store.port) | sockets.sockets_to(store.port))
     return store
 
 
-@functools.cache
-def _inherited() -> set[int]:
-    everywhere: set[int] = set()
-    os.register_at_fork(after_in_child=lambda: sockets.close(everywhere))
-    return everywhere
+_inherited: set[int] = set()
+os.register_at_fork(after_in_child=lambda: sockets.close(_inherited))
 
 
 class _Heartbeat(threading.Thread):

@@ -42,7 +42,7 @@ class KeptStates:
 
     def __init__(self, states: tuple[Any, ...]) -> None:
         self.steps = 0
-        self.is_whole = True
+        self.is_consistent = True
         self._states = [unwrap_model(state) if isinstance(state, nn.Module) else state for state in states]
         self._modules = [state for state in self._states if isinstance(state, nn.Module)]
         self._small = [state for state in self._states if not isinstance(state, nn.Module | Optimizer)]
@@ -57,7 +57,7 @@ class KeptStates:
 
     def _begin_step(self, *_: Any) -> None:
         current_job.hold_failures(True)
-        self.is_whole = False
+        self.is_consistent = False
 
     def commit(self) -> None:
         """Take the current states for those of a complete step."""
@@ -65,7 +65,7 @@ class KeptStates:
         self._positions = [loader.state_dict() for loader in self._loaders]
         self._copy()
         self.steps += 1
-        self.is_whole = True
+        self.is_consistent = True
         current_job.hold_failures(False)
 
     def _copy(self) -> None:
@@ -102,7 +102,7 @@ class KeptStates:
         for module in self._modules:
             module.zero_grad(set_to_none=True)
         release_models(self._modules)
-        if member not in quorum.behind:
+        if self.is_consistent and self.steps == quorum.steps:
             for buffer, kept in zip(self._live_buffers(), self._buffers, strict=True):
                 buffer.copy_(kept)
             for state, saved in zip(self._small, self._copies, strict=True):
@@ -112,13 +112,13 @@ class KeptStates:
         states, positions = share_data(mine, quorum.members.index(quorum.source))
         if member == quorum.source:
             return
-        self.is_whole = False
+        self.is_consistent = False
         for state, saved in zip(self._states, states, strict=True):
             state.load_state_dict(saved)
         self._positions = positions
         self._copy()
         self.steps = quorum.steps
-        self.is_whole = True
+        self.is_consistent = True
 
     def close(self) -> None:
         """Remove the optimizer hooks."""

@@ -26,7 +26,7 @@ from ..join.causes import lost_peer_of
 from ..join.store import call_with_timeout
 from ..launch import ranks
 from ..watch import stop_agreement
-from ..watch.main_thread import undisturbed
+from ..watch.main_thread import no_interrupt
 from .regrouping import Quorum, Refusals, Rendezvous
 from .states import KeptStates, Resumable
 
@@ -149,7 +149,7 @@ class Attempt:
         """Number of committed steps, over all attempts."""
         return self._survivors.kept.steps
 
-    @undisturbed
+    @no_interrupt
     def __enter__(self) -> Context:
         self._survivors.kept.begin()
         current_job.hold_failures(False, grace=_GRACE)
@@ -171,7 +171,7 @@ class Attempt:
         """Mark a step as complete, on every rank, after the optimizer and all other states have changed."""
         self._survivors.commit()
 
-    @undisturbed
+    @no_interrupt
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         self.has_ended = True
         late = self._finish() if error is None else None
@@ -260,7 +260,7 @@ class _Survivors:
         while True:
             lifecycle.leave_to_rejoin()
             kept = self.kept
-            quorum, store = self._rendezvous.regroup(kept.steps, kept.is_whole, members, self._least, gone)
+            quorum, store = self._rendezvous.regroup(kept.steps, kept.is_consistent, members, self._least, gone)
             self._check_progress(quorum, lost)
             try:
                 self._join(quorum, store)

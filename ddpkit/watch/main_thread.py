@@ -34,13 +34,13 @@ _ASYNCIO = os.path.join(_PYTHON, "asyncio", "")  # importing it here would be sl
 _WAITING = tuple(
     os.path.join(_PYTHON, name) for name in ("concurrent", "multiprocessing", "socketserver", "subprocess")
 )
-_undisturbed: set[CodeType] = set()
+_uninterrupted: set[CodeType] = set()
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def undisturbed(function: F) -> F:
+def no_interrupt(function: F) -> F:
     """Prevent failures from being raised in a function and its calls."""
-    _undisturbed.add(function.__code__)
+    _uninterrupted.add(function.__code__)
     return function
 
 
@@ -223,7 +223,7 @@ def _is_lost_in(frame: FrameType | None) -> bool:
         return True
     while frame is not None:
         code = frame.f_code
-        if code.co_filename == logging.__file__ or code.co_name == "__del__" or code in _undisturbed:
+        if code.co_filename == logging.__file__ or code.co_name == "__del__" or code in _uninterrupted:
             return True
         frame = frame.f_back
     return False

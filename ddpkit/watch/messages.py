@@ -62,7 +62,7 @@ _LIBRARIES = tuple(path + os.sep for path in (_PACKAGE, os.path.dirname(torch.__
 # torch's frames around the relevant ones
 _WRAPPERS = {"wrapper", "decorate_context", "_fn", "_call_impl", "_wrapped_call_impl", "inner"}
 _MOST_FRAMES = 60  # innermost frames of a stack in a report
-PAUSE = 600.0  # seconds before the next report
+_PAUSE = 600.0  # seconds before the next report
 _LASTING = 15.0  # seconds after which a rank is not merely about to leave a wait
 _MOST_CALLS = 8  # ranks in an error
 _MOST_NUMBERS = 5  # numbers that describe the script's progress
@@ -151,9 +151,9 @@ def _describe(frame: FrameType | None) -> tuple[str, str, list[str]]:
     if not frames:
         return "", "", []
     scripts = [number for number, (code, _) in enumerate(frames) if not _is_library(code.co_filename)]
+    script = max(scripts, default=0)
     last = len(frames) - 1
-    script = scripts[-1] if scripts else 0
-    call = min(script + 1, last) if scripts else last
+    call = min(script + 1, last)
     while call < last and _is_wrapper(frames[call][0]):
         call += 1
     code, line = frames[script]
@@ -203,9 +203,9 @@ class StatusReport:
         self.deadlock = ""
 
     def begin(self, seconds: float, is_suspected: bool = False) -> bool:
-        """Return whether to ask the ranks now; their answers are awaited with a time limit."""
+        """Return whether to ask the ranks now, or to make rank 0 ask; it awaits the answers with a time limit."""
         now = time.monotonic()
-        if now < self._begun_at + PAUSE:
+        if now < self._begun_at + _PAUSE:
             return False
         self._begun_at = now
         self._until = now + seconds

@@ -8,19 +8,18 @@ one, so that no rank has passed it.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from ..job import current_job
 from .messages import StopRequest, is_below
 
 
+@dataclass(eq=False)
 class StopAgreement:
     """A rank's knowledge of the stop of all ranks. Its main thread counts; the watch's thread does the rest.
 
-    Args:
-        world_size: Number of ranks in the job.
-
     Attributes:
+        world_size: Number of ranks in the job.
         request: This rank's own request, or None. A signal handler may set it.
         first: On rank 0, the first request that reached it, or None.
         decision: The request with the step that rank 0 has decided, or None.
@@ -28,14 +27,13 @@ class StopAgreement:
         counts: On rank 0, the counts of the ranks that answered.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self.request: StopRequest | None = None
-        self.first: StopRequest | None = None
-        self.decision: StopRequest | None = None
-        self.is_asked = False
-        self.counts: dict[int, int] = {}
-        self._world_size = world_size
-        self._steps = 0
+    world_size: int
+    request: StopRequest | None = None
+    first: StopRequest | None = None
+    decision: StopRequest | None = None
+    is_asked: bool = False
+    counts: dict[int, int] = field(default_factory=dict)
+    _steps: int = 0
 
     @property
     def is_begun(self) -> bool:
@@ -64,7 +62,7 @@ class StopAgreement:
 
     def missing(self, left: Collection[int]) -> list[int]:
         """Return, on rank 0, the ranks that have not answered but can: neither they nor a rank above them has left."""
-        silent = [rank for rank in range(self._world_size) if rank not in self.counts]
+        silent = [rank for rank in range(self.world_size) if rank not in self.counts]
         return [rank for rank in silent if not any(is_below(rank, other) for other in left)]
 
     def decide(self, left: Collection[int]) -> StopRequest | None:

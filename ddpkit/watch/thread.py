@@ -9,7 +9,6 @@ the interpreter lock.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import multiprocessing
@@ -37,7 +36,6 @@ from ..parsing import encode, parse
 from .connections import Connections, Event, send_exit_code
 from .main_thread import MainThread
 from .messages import (
-    PAUSE,
     Message,
     StatusReport,
     Steps,
@@ -96,11 +94,10 @@ class WatchThread(threading.Thread):
         self._logged = False  # whether it has logged one
         self._report = StatusReport(len(session.hosts))
         self._wants_report = False
-        self._wanted_at = -PAUSE  # when this rank last wanted a report
         self._has_answered = threading.Event()
         self._asks_after = _LONG_WAIT  # seconds after its last collective at which rank 0 asks what the others do
         self.stop_agreement = StopAgreement(len(session.hosts))
-        _all_connections().add(self._connections)
+        _everywhere.add(self._connections)
         self.start()
 
     def wait_for_children(self, timeout: timedelta) -> None:
@@ -254,11 +251,11 @@ class WatchThread(threading.Thread):
             self._on_departure(rank, rank)
         if rank in self._failures.left:
             return
-        told = self._failures.ask_store(_LOOK)  # its last report may be lost, if it did not know this rank yet
+        reported = self._failures.ask_store(_LOOK)  # its report may be lost, if it did not know this rank yet
         words = "its connection closed unexpectedly: the process was killed or crashed, or the network was cut"
         if silent:
             words = "its host stopped sending: the network was cut, or the machine stopped"
-        self._fail_for(told or self._failure_of(rank, "lost", words))
+        self._fail_for(reported or self._failure_of(rank, "lost", words))
 
     def _on_failure(self, failure: Failure, sender: int | None = None) -> None:
         self._tell_others(failure, exclude=sender)  # first: the main thread may leave when it learns of it
@@ -291,9 +288,7 @@ class WatchThread(threading.Thread):
 
     def show_ranks(self) -> None:
         """Make rank 0 log what all ranks are doing after this rank waited too long; once in ten minutes."""
-        now = time.monotonic()
-        if self._failures.known is None and now > self._wanted_at + PAUSE:
-            self._wanted_at = now
+        if self._failures.known is None:
             self._has_answered.clear()
             self._wants_report = True
             self._connections.wake()
@@ -333,9 +328,11 @@ class WatchThread(threading.Thread):
         """Ask for the wanted report, and log it."""
         if self._wants_report:
             self._wants_report = False
-            if self._session.rank > 0:
+            if not self._report.begin(_ANSWERS):
+                self._has_answered.set()
+            elif self._session.rank > 0:
                 self._connections.post_up(encode(asks=True))
-            elif self._report.begin(_ANSWERS):
+            else:
                 self._ask()
         self._show_report()
 
@@ -343,7 +340,7 @@ class WatchThread(threading.Thread):
         """Log the report when it is complete, or at once."""
         with self._harmless():
             lines = self._report.take(at_once)
-            if lines:
+            if lines and self._session.rank == 0:
                 _log(logging.ERROR, "\n".join(lines))
                 self._has_answered.set()
             if self._report.deadlock and self._failures.known is None:
@@ -475,17 +472,16 @@ def _warn(text: str) -> None:
     _log(logging.WARNING, text)
 
 
-@functools.cache
-def _all_connections() -> weakref.WeakSet[Connections]:
-    """Return the connections that forked children close, so that they end with this process."""
-    everywhere: weakref.WeakSet[Connections] = weakref.WeakSet()
+_everywhere: weakref.WeakSet[Connections] = weakref.WeakSet()
 
-    def close_all() -> None:
-        for connections in list(everywhere):
-            connections.close()
 
-    os.register_at_fork(after_in_child=close_all)
-    return everywhere
+def _close_in_child() -> None:
+    """Close the connections in a forked child, so that they end with this process."""
+    for connections in list(_everywhere):
+        connections.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 # Connect the watches of all ranks into a tree as they join.

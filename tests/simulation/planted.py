@@ -84,7 +84,7 @@ def keep_states_that_others_have_not() -> None:
     """Those who go on keep the states that they have."""
 
     def put_back(self: kept_states.KeptStates, decision: Any, member: int) -> None:
-        self.is_whole = True
+        self.is_consistent = True
 
     kept_states.KeptStates.put_back = put_back
 
