@@ -135,7 +135,7 @@ def release_models(models: list[nn.Module]) -> None:
 
 
 def share_data(mine: Any, src: int) -> Any:
-    """Give every rank the numbers, texts and tensors of rank `src`: there themselves, elsewhere copies. Collective.
+    """Give every rank the numbers, texts and tensors of rank `src`: there themselves, elsewhere CPU copies. Collective.
 
     Unlike `broadcast()` it unpickles nothing: data are read by the rules of `torch.load(weights_only=True)`.
 
@@ -155,23 +155,20 @@ def share_data(mine: Any, src: int) -> Any:
             problem = explain_sharded(_CALL, list(own.items()))
             if problem:
                 raise TypeError(problem)
-            described = take_out("states", mine, tensors, _is_dense_tensor)
-            on_cpu = [tensor.device.type == "cpu" for tensor in tensors.values()]
-            data = to_bytes([described, on_cpu])
+            data = to_bytes(take_out("states", mine, tensors, _is_dense_tensor))
             from_bytes(data)  # as the others will
     data = broadcast_bytes(_CALL, data, src, most=most)
     if is_source:
         for tensor in tensors.values():
             broadcast_tensor(flat_bytes(tensor), src)
         return mine
-    given, on_cpu = from_bytes(data)
+    given = from_bytes(data)
     stand_ins = list(find_stand_ins("states", given).values())
     size = sum(tensor.nbytes for tensor in stand_ins)
     if size > most:
         raise LaunchError(f"Rank {src} sends states of {size} bytes, but this job's have at most {most}.")
-    for tensor, is_on_cpu in zip(stand_ins, on_cpu, strict=True):
-        device = torch.device("cpu") if is_on_cpu else current_job.get_device()
-        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    for tensor in stand_ins:
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         received = broadcast_tensor(flat_bytes(empty), src).view(tensor.dtype).reshape(tensor.shape)
         torch.utils.swap_tensors(tensor, received)  # type: ignore[no-untyped-call]
     return given

@@ -108,7 +108,6 @@ class Connections:
         self._selector.register(self._woken, _READ)
         if listener is not None:
             listener.setblocking(False)
-            self._listen(True)
         if not self._children:
             self.full.set()
 
@@ -184,8 +183,7 @@ class Connections:
                 self._accept()
             else:
                 events += self._serve(key.data)
-        if self._strangers:
-            self._dismiss()
+        self._dismiss()
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _LOOK
             self._accepted = 0
@@ -339,8 +337,9 @@ class Connections:
     def _admit(self, connection: _Connection, line: bytes) -> Event | None:
         """Read a stranger's first line: it becomes a rank's connection, or is closed."""
         message = (shows_token(line, self._token) and parse(line, self._world_size)) or Message()
-        if message.rank is not None:
-            self._admit_rank(connection, message.rank)
+        if message.rank in self.absent() and not self.full.is_set():  # else that rank has one
+            self._adopt(connection, message.rank)
+            self._send(connection, self._news)
             return None
         if message.asks:
             connection.asks = True
@@ -349,13 +348,6 @@ class Connections:
         if message.failure is None or message.failure.rank >= 0:  # only a rank may report a rank's failure
             return None
         return Event(None, Message(failure=message.failure))
-
-    def _admit_rank(self, connection: _Connection, rank: int) -> None:
-        if rank in self.absent() and not self.full.is_set():
-            self._adopt(connection, rank)
-            self._send(connection, self._news)
-            return
-        self._drop(connection)  # that rank already has one
 
     def _adopt(self, connection: _Connection, rank: int) -> None:
         self._strangers.pop(connection, None)
