@@ -77,7 +77,7 @@ def stopping(
     try:
         with _handling(tuple(dict.fromkeys(signals)), stop):
             yield stop
-        _say_what_came_too_late()
+        _warn_of_late_request()
     finally:
         if not (current_job.has_job() or handled_signals()):  # or the request would reach the next job
             stop_agreement.forget()
@@ -180,7 +180,7 @@ def _name_of(number: int) -> str:
         return f"signal {number}"
 
 
-def _say_what_came_too_late() -> None:
+def _warn_of_late_request() -> None:
     """Log a request that came after the last counted step, whether or not the ranks agreed."""
     agreement = stop_agreement.current()
     request = agreement.request
@@ -294,10 +294,10 @@ def _ignore_at_exit() -> None:
 
 def _handle(number: int, _: FrameType | None) -> None:
     now = time.monotonic()
-    if os.getpid() != _process.pid:
-        _handle_in_child(number)
-    elif number not in handled_signals():
-        _handle_after_the_block(number, now)
+    if os.getpid() != _process.pid or number not in handled_signals():
+        if _has_former_effect(number, now):
+            _put_back(number)
+            os.kill(os.getpid(), number)
     elif number != signal.SIGINT:
         _ask(f"got {_name_of(number)}", number)
     elif _process.interrupted_at == -math.inf:
@@ -308,18 +308,12 @@ def _handle(number: int, _: FrameType | None) -> None:
         os.kill(_process.pid, number)
 
 
-def _handle_after_the_block(number: int, now: float) -> None:
-    passed_over = _AGAIN if number == signal.SIGINT else _ENDING
-    if now > _process.over_at + passed_over:
-        _put_back(number)
-        os.kill(_process.pid, number)
-
-
-def _handle_in_child(number: int) -> None:
-    """Let a forked child, such as a loader's worker, end as its rank does, or by SIGTERM as usual."""
-    if number == signal.SIGTERM:
-        _put_back(number)
-        os.kill(os.getpid(), number)
+def _has_former_effect(number: int, now: float) -> bool:
+    """Return whether the former handler gets a signal: in a forked child, such as a worker, or after a block."""
+    if os.getpid() != _process.pid:
+        return number == signal.SIGTERM  # for others it ends as its rank does
+    ignored = _AGAIN if number == signal.SIGINT else _ENDING
+    return now > _process.over_at + ignored
 
 
 # Keep a loader's workers alive when ranks are asked to stop.
@@ -327,8 +321,8 @@ def _handle_in_child(number: int) -> None:
 # Such signals often reach workers, too: torchrun, Slurm and terminals signal all processes of a rank. A worker that
 # ends would raise in the loop before all ranks have reached the step at which they stop.
 
-_enduring: WeakSet[BaseProcess] = WeakSet()
-os.register_at_fork(after_in_child=_enduring.clear)  # a child has no workers of its own
+_protected: WeakSet[BaseProcess] = WeakSet()
+os.register_at_fork(after_in_child=_protected.clear)  # a child has no workers of its own
 
 
 @contextmanager
@@ -345,7 +339,7 @@ def enduring_workers(of: DataLoader[Any]) -> Iterator[None]:
         return
     before = set(multiprocessing.active_children())
     given = of.worker_init_fn
-    of.worker_init_fn = functools.partial(_pass_over, signals, given)
+    of.worker_init_fn = functools.partial(_ignore_in_worker, signals, given)
     context: Any = of.multiprocessing_context or multiprocessing
     if context.get_start_method() != "fork":
         resource_tracker.ensure_running()  # starting it later would unblock signals here
@@ -357,10 +351,10 @@ def enduring_workers(of: DataLoader[Any]) -> Iterator[None]:
         of.worker_init_fn = given
         for worker in set(multiprocessing.active_children()) - before:
             worker.terminate = worker.kill  # type: ignore[method-assign]  # torch calls it for one that is stuck
-            _enduring.add(worker)
+            _protected.add(worker)
 
 
-def _pass_over(signals: set[int], given: Callable[[int], None] | None, worker_id: int) -> None:
+def _ignore_in_worker(signals: set[int], given: Callable[[int], None] | None, worker_id: int) -> None:
     """Start as a worker that ignores signals, then run the loader's own `worker_init_fn`."""
     for number in signals:
         signal.signal(number, _do_nothing)  # not SIG_IGN, which programs started by the worker would inherit
@@ -376,7 +370,7 @@ def _do_nothing(number: int, frame: FrameType | None) -> None:
 @atexit.register
 def _kill_the_rest() -> None:
     """End remaining workers when this process ends: Python would send them SIGTERM and wait."""
-    alive = [worker for worker in _enduring if worker.is_alive()]
+    alive = [worker for worker in _protected if worker.is_alive()]
     if alive:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise
     for worker in alive:

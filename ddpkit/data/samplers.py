@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import chain
 from math import isqrt
 from typing import TYPE_CHECKING, Any
 
@@ -279,7 +278,7 @@ class ResumableSampler(Sampler[int], ABC):
 
     def __iter__(self) -> Iterator[int]:
         self.place.check(type(self).__name__)
-        return _Indices.over(self)
+        return _Indices(self)
 
     @property
     def num_samples(self) -> int:
@@ -329,28 +328,23 @@ class ResumableSampler(Sampler[int], ABC):
         return numbers
 
 
-class _Indices(chain[int]):  # its `__next__` is in C, because it runs for each sample
+class _Indices(Iterator[int]):
     """One pass over a sampler, with a state: torchdata's loaders save that of the iterator, too.
 
     Such a loader restores what it has drawn, whether or not `advance()` counts the steps.
     """
 
-    _sampler: ResumableSampler
-    _order: Order
-    _blocks: Iterator[list[int]]
-    _block: Iterator[int]  # the rest of the current block
-    _position: int  # global position behind it
-    _end: int  # of this pass
+    def __init__(self, sampler: ResumableSampler) -> None:
+        self._sampler = sampler
+        self._order = sampler._order()
+        self._begin(sampler.start)
 
-    @classmethod
-    def over(cls, sampler: ResumableSampler) -> _Indices:
-        """Begin a pass where the sampler starts."""
-        blocks = iter(lambda: indices._next_block(), None)
-        indices: _Indices = cls.from_iterable(blocks)  # type: ignore[assignment]  # of this class, not of its base
-        indices._sampler = sampler
-        indices._order = sampler._order()
-        indices._begin(sampler.start)
-        return indices
+    def __next__(self) -> int:
+        index = next(self._block, None)
+        if index is None:
+            self._read_block()
+            index = next(self._block)
+        return index
 
     def state_dict(self) -> dict[str, int]:
         """Return the samples that all ranks together have drawn, if all draw alike."""
@@ -359,24 +353,21 @@ class _Indices(chain[int]):  # its `__next__` is in C, because it runs for each 
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue behind the samples drawn; the sampler's next pass begins at the front, as in torch."""
-        list(self._block)  # drop the rest
         self._begin(state["consumed"])
         self._sampler.consumed = state["consumed"]
         self._sampler.start = 0
 
     def _begin(self, position: int) -> None:
-        self._block = iter(())
-        self._position = position
+        self._block = iter(list[int]())  # the rest of the current block
+        self._position = position  # behind it
         self._end = self._sampler.end_from(position)
         self._blocks = self._sampler._blocks(self._order, range(position, self._end))
 
-    def _next_block(self) -> Iterator[int] | None:
-        for block in self._blocks:
-            is_rest = self._end - self._position < self._sampler.global_batch_size  # its shares are unequal
-            self._position = self._end if is_rest else self._position + len(block) * self._sampler.num_replicas
-            self._block = iter(block)
-            return self._block
-        return None
+    def _read_block(self) -> None:
+        block = next(self._blocks)  # else the pass ends
+        is_rest = self._end - self._position < self._sampler.global_batch_size  # its shares are unequal
+        self._position = self._end if is_rest else self._position + len(block) * self._sampler.num_replicas
+        self._block = iter(block)
 
 
 class DistributedSampler(ResumableSampler):

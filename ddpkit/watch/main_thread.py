@@ -62,7 +62,7 @@ class MainThread:
         self._first_signal_at = _NEVER  # since a failure was last handled
         self._heard_at = -_NEVER  # when the failure became known
         self._handler_ran_at = -_NEVER
-        self._signal: int | None = None
+        self._signal = 0  # none
         if self._caller is self._thread:
             self._signal = self._take_signal()
 
@@ -98,7 +98,7 @@ class MainThread:
         self._first_signal_at = min(self._first_signal_at, now)
         # out of step with the main thread's own periodic work
         self.next_signal_at = now + _random_below(2 * _PAUSE)
-        if self._signal is not None and self._is_mine():
+        if self._is_mine():
             # the first arrives even if the signal is blocked, the second even if the thread sleeps
             _thread.interrupt_main(self._signal)  # type: ignore[arg-type]
             signal.pthread_kill(self._thread.ident or 0, self._signal)
@@ -120,7 +120,7 @@ class MainThread:
         """Explain why nothing could be raised in the main thread."""
         if self._caller is not self._thread:
             return "did not call setup(), so no error can be raised in it"
-        if self._signal is None:
+        if not self._signal:
             return "has its own handlers for all signals, so no error can be raised in it"
         if not self._is_mine():
             handler = signal.getsignal(self._signal)
@@ -131,22 +131,21 @@ class MainThread:
 
     def close(self) -> None:
         """Release the signal, if it is still ours."""
-        if self._signal is None or not self._is_mine() or threading.current_thread() is not self._thread:
-            return
-        signal.signal(self._signal, signal.SIG_IGN)  # discards a pending one, which would kill
-        signal.signal(self._signal, signal.SIG_DFL)
+        if self._is_mine() and threading.current_thread() is self._thread:
+            signal.signal(self._signal, signal.SIG_IGN)  # discards a pending one, which would kill
+            signal.signal(self._signal, signal.SIG_DFL)
 
-    def _take_signal(self) -> int | None:
+    def _take_signal(self) -> int:
         """Choose an unused signal: a real-time signal, which has no meaning, before one that has."""
         for number in _signals():
             handler = signal.getsignal(number)
             if handler == signal.SIG_DFL or isinstance(getattr(handler, "__self__", None), MainThread):
                 signal.signal(number, self._raise)
                 return number
-        return None
+        return 0
 
     def _is_mine(self) -> bool:
-        return self._signal is not None and signal.getsignal(self._signal) == self._raise
+        return self._signal > 0 and signal.getsignal(self._signal) == self._raise
 
     def _raise(self, signum: int, frame: FrameType | None) -> None:
         failures = self._session.failures

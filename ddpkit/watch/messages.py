@@ -62,6 +62,7 @@ _LIBRARIES = tuple(path + os.sep for path in (_PACKAGE, os.path.dirname(torch.__
 # torch's frames around the relevant ones
 _WRAPPERS = {"wrapper", "decorate_context", "_fn", "_call_impl", "_wrapped_call_impl", "inner"}
 _MOST_FRAMES = 60  # innermost frames of a stack in a report
+ANSWERS = 1.0  # seconds in which the ranks answer what they are doing
 _PAUSE = 600.0  # seconds before the next report
 _LASTING = 15.0  # seconds after which a rank is not merely about to leave a wait
 _MOST_CALLS = 8  # ranks in an error
@@ -202,13 +203,13 @@ class StatusReport:
         self._is_suspected = False
         self.deadlock = ""
 
-    def begin(self, seconds: float, is_suspected: bool = False) -> bool:
+    def begin(self, is_suspected: bool = False) -> bool:
         """Return whether to ask the ranks now, or to make rank 0 ask; it awaits the answers with a time limit."""
         now = time.monotonic()
         if now < self._begun_at + _PAUSE:
             return False
         self._begun_at = now
-        self._until = now + seconds
+        self._until = now + ANSWERS
         self._is_suspected = is_suspected
         self._activities.clear()
         return True

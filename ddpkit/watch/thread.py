@@ -36,6 +36,7 @@ from ..parsing import encode, parse
 from .connections import Connections, Event, send_exit_code
 from .main_thread import MainThread
 from .messages import (
+    ANSWERS,
     Message,
     StatusReport,
     Steps,
@@ -57,7 +58,6 @@ _TOGETHER = 3.0  # for an error that all ranks find, a busy one later
 _OF_ALL = {kind.__name__ for kind in ERRORS_OF_ALL_RANKS}
 _EXITING = 60.0  # seconds from a process's exit hooks to its end, before waiting ranks raise
 _LOOK = 0.3  # seconds in which the store must report or record the fate of a lost rank
-_ANSWERS = 1.0  # seconds in which the ranks answer what they are doing
 _LONG_WAIT = 30.0  # seconds in one collective after which rank 0 asks whether the others are in another
 _LAST_WORDS, _LOG_WORDS = 2.0, 0.5  # seconds to send them
 _TO_RANK_0 = ("activity", "wants_stop", "steps")  # fields of messages that the ranks between forward
@@ -292,7 +292,7 @@ class WatchThread(threading.Thread):
             self._has_answered.clear()
             self._wants_report = True
             self._connections.wake()
-            self._has_answered.wait(_ANSWERS)  # until then this rank is still in its wait
+            self._has_answered.wait(ANSWERS)  # until then this rank is still in its wait
 
     def _on_question(self, sender: int | None) -> None:
         """Forward the question what the ranks are doing; rank 0 answers one from below by a report in its log."""
@@ -321,14 +321,14 @@ class WatchThread(threading.Thread):
             self._asks_after = 2 * seconds
             with self._harmless():
                 mine = describe_main_thread(0, {}, "", seconds)
-                if mine.is_in_collective and self._report.begin(_ANSWERS, is_suspected=True):
+                if mine.is_in_collective and self._report.begin(is_suspected=True):
                     self._ask()
 
     def _make_report(self) -> None:
         """Ask for the wanted report, and log it."""
         if self._wants_report:
             self._wants_report = False
-            if not self._report.begin(_ANSWERS):
+            if not self._report.begin():
                 self._has_answered.set()
             elif self._session.rank > 0:
                 self._connections.post_up(encode(asks=True))
