@@ -232,13 +232,9 @@ class Rendezvous:
         key = _candidate_key(self.member)
         store.set(key, sealed(self.secret, [place, key], {**asdict(me), "answer": answer}))
         pause = Pause()
-        next_probe = 0.0
-        while not store.check([answer]):
+        while not store.check([answer]):  # which raises when the leader ends
             if time.monotonic() > deadline:
                 raise TimeoutError(f"member {leader} does not decide")
-            if time.monotonic() > next_probe:
-                self._check(leader)
-                next_probe = time.monotonic() + _BETWEEN_PROBES
             pause()
         quorum = self._read_quorum(place, store, answer)
         store.delete_key(answer)
