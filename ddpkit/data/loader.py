@@ -647,7 +647,7 @@ class Loop:
         batches: Batches returned so far.
         drawn: Indices of the batches to come; none for a stream.
         all_drawn: Whether the sampler has no further batch.
-        steps: For micro-batches, where each remaining step starts.
+        steps: For micro-batches, positions of each remaining step.
     """
 
     epoch: int
@@ -657,7 +657,7 @@ class Loop:
     batches: int = 0
     drawn: deque[list[int]] = field(default_factory=deque)
     all_drawn: bool = False
-    steps: Iterator[int] = field(init=False)
+    steps: Iterator[range] = field(init=False)
 
     def describe_next(self) -> str:
         """Describe the batch to come."""

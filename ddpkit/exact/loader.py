@@ -130,28 +130,20 @@ class MicroBatchSampler(DistributedSampler):
         """Return how many samples of a step this rank gets."""
         return sum(len(positions) for positions in self.micro_batches(range(samples)))
 
-    @property
-    def most(self) -> int:
-        """Return the micro-batches of a step on the rank that has most."""
-        return math.ceil(self.global_batch_size / self.micro_batch_size / self.num_replicas)
+    def steps(self, positions: range) -> Iterator[range]:
+        """Yield the positions of all ranks' samples in each step."""
+        for start in range(0, len(positions), self.global_batch_size):
+            yield positions[start : start + self.global_batch_size]
 
-    def steps(self) -> range:
-        """Return the positions in the global order where the steps of this pass begin."""
-        return self.positions[:: self.global_batch_size]
-
-    def step_at(self, position: int) -> range:
-        """Return the positions of all ranks' samples in the step that begins at a position."""
-        return range(position, min(position + self.global_batch_size, self.positions.stop))
-
-    def micro_batches(self, positions: range) -> Iterator[range]:
+    def micro_batches(self, step: range) -> Iterator[range]:
         """Yield those positions of a step that are of each micro-batch of this rank."""
         size = self.micro_batch_size
-        for start in positions[self.rank * size :: self.num_replicas * size]:
-            yield range(start, min(start + size, positions.stop))
+        for start in step[self.rank * size :: self.num_replicas * size]:
+            yield range(start, min(start + size, step.stop))
 
     def _blocks(self, order: Order, positions: range) -> Iterator[list[int]]:
-        for step in positions[:: self.global_batch_size]:
-            for mine in self.micro_batches(self.step_at(step)):
+        for step in self.steps(positions):
+            for mine in self.micro_batches(step):
                 yield order(np.arange(mine.start, mine.stop)).tolist()
 
 
@@ -164,18 +156,18 @@ class MicroBatchLoader(Loader):
     sampler: MicroBatchSampler
 
     def __len__(self) -> int:
-        return len(self.sampler.steps())
+        return len(self.sampler.positions[:: self.sampler.global_batch_size])
 
     def _positions(self) -> None:
         """Return None: its batches have their `global_batch_size`."""
 
     def _begin(self, loop: Loop) -> Iterator[Any]:
-        loop.steps = iter(self.sampler.steps())
+        loop.steps = self.sampler.steps(self.sampler.positions)
         return super()._begin(loop)
 
     def _seeds(self, loop: Loop) -> Iterator[Seeds]:
-        for step in self.sampler.steps():
-            for positions in self._micro_batches(step):
+        for step in self.sampler.steps(self.sampler.positions):
+            for positions in self.sampler.micro_batches(step):
                 yield self._seed, loop.epoch, 0, positions.start  # whichever rank has it
 
     def _with_seeds(self, batches: Iterator[list[int]], loop: Loop) -> Iterator[Batch]:
@@ -193,8 +185,9 @@ class MicroBatchLoader(Loader):
         if step is None:
             return super()._next(batches, loop)  # which ends the epoch
         found, seeds, errors = [], [], []
-        with self._with_own_generators():
-            for positions in self._micro_batches(step):
+        own: AbstractContextManager[None] = nullcontext() if self.num_workers > 0 else generators_kept()
+        with own:  # random numbers of samples are not those of this process
+            for positions in self.sampler.micro_batches(step):
                 seeds.append(hash_seeds("micro-batch", self._seed, loop.epoch, positions.start))
                 try:
                     found.append(super()._next(batches, loop))
@@ -208,12 +201,8 @@ class MicroBatchLoader(Loader):
                 raise errors[0]
         finally:
             errors.clear()  # its traceback holds this frame
-        name = f"epoch {loop.epoch}, from sample {step} on"
-        return MicroBatches(found, name, len(self.sampler.step_at(step)), seeds, self.sampler.most)
-
-    def _micro_batches(self, step: int) -> Iterator[range]:
-        return self.sampler.micro_batches(self.sampler.step_at(step))
-
-    def _with_own_generators(self) -> AbstractContextManager[None]:
-        """Return a block in which samples may be loaded whose random numbers are not this process's."""
-        return nullcontext() if self.num_workers > 0 else generators_kept()
+        name = f"epoch {loop.epoch}, from sample {step.start} on"
+        most = math.ceil(
+            self.sampler.global_batch_size / self.sampler.micro_batch_size / self._place.num_replicas
+        )  # on one rank
+        return MicroBatches(found, name, len(step), seeds, most)
