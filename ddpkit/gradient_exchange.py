@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
 
 from .collectives.consistency import (
     check_fingerprint,
@@ -28,7 +27,7 @@ from .job import current_job, lifecycle
 from .job.current_job import get_data_parallel_world_size
 from .job.job import Peers, group_of
 from .parallel.models import broadcast_into, can_be_overwritten, check_tensors, unwrap_model
-from .torch_internals import is_fully_sharded, is_sharded, own_buffers, rebuild_buckets, untraced, version_of
+from .torch_internals import is_fully_sharded, own_buffers, rebuild_buckets, untraced, version_of
 
 if TYPE_CHECKING:
     from .join.session import Session
@@ -168,22 +167,19 @@ class Gradients:
     def read(self) -> None:
         """Take the current gradients of the parameters."""
         self.values = [p.grad for p in self.parameters]
-        for name, p, gradient in zip(self.names, self.parameters, self.values, strict=True):
-            if not _can_travel(p, gradient):
-                self._refuse(name or "the tensor", p, gradient)
-
-    def _refuse(self, name: str, p: Tensor, gradient: Tensor | None) -> None:
-        check_tensors(self._call, [(name, p)])
-        if gradient is None:
-            return
-        if gradient.device != p.device:
-            problem = f"is on {gradient.device}, the parameter on {p.device}"
-        else:
-            problem = f"is {explain_not_dense(gradient)}"
-        raise TypeError(
-            f"{self._call} takes dense gradients on their parameters' devices, but the gradient of {name} "
-            f"{problem}. Create the embedding with sparse=False, or move or densify the gradient first."
-        )
+        names = [name or "the tensor" for name in self.names]
+        check_tensors(self._call, zip(names, self.parameters, strict=True))
+        for name, p, gradient in zip(names, self.parameters, self.values, strict=True):
+            if gradient is None:
+                continue
+            problem = explain_not_dense(gradient)
+            if gradient.device != p.device:
+                problem = f"on {gradient.device}, the parameter on {p.device}"
+            if problem:
+                raise TypeError(
+                    f"{self._call} takes dense gradients on their parameters' devices, but the gradient of {name} "
+                    f"is {problem}. Create the embedding with sparse=False, or move or densify the gradient first."
+                )
 
     def fingerprint(self, exchange: str, settings: Settings) -> str:
         """Describe the parameters for the other ranks."""
@@ -212,16 +208,6 @@ def _named_parameters(call: str, modules: Modules) -> Iterator[tuple[str, Tensor
         else:
             kind = type(module).__name__
             raise TypeError(f"{call} takes modules and tensors, got {kind}: unpack a list with *.")
-
-
-def _can_travel(parameter: Tensor, gradient: Tensor | None) -> bool:
-    if is_sharded(parameter) or is_lazy(parameter) or parameter.is_meta:
-        return False
-    if gradient is None:
-        return True
-    if gradient.layout is not torch.strided or gradient.is_nested:
-        return False
-    return gradient.device == parameter.device
 
 
 @functools.lru_cache(maxsize=256)

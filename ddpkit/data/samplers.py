@@ -322,9 +322,7 @@ class ResumableSampler(Sampler[int], ABC):
             yield self._numbers(order, tail.start + mine[: self.share_of(len(tail))])
 
     def _numbers(self, order: Order, positions: Positions) -> list[int]:
-        if positions[-1] >= self.n:  # padding, from the front
-            positions = positions % self.n
-        numbers: list[int] = order(positions).tolist()
+        numbers: list[int] = order(positions % self.n).tolist()  # padding is from the front
         return numbers
 
 
