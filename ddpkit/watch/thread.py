@@ -80,14 +80,18 @@ class WatchThread(threading.Thread):
         session: The job; its `failures` are kept up to date.
         token: Secret of this start of the job; strangers, who do not know it, are ignored.
         listener: Socket to which this rank's children connect, if it has some.
+
+    Attributes:
+        connections: Those of this rank.
+        stop_agreement: What it knows of a stop of all ranks.
     """
 
     def __init__(self, session: Session, token: str, listener: socket.socket | None) -> None:
         super().__init__(name="ddpkit watch", daemon=True)
         self._session = session
         self._failures = session.failures
-        self._connections = Connections(session.rank, len(session.hosts), token, listener, _warn)
-        self._main_thread = MainThread(session, self._connections.wake)
+        self.connections = Connections(session.rank, len(session.hosts), token, listener, _warn)
+        self._main_thread = MainThread(session, self.connections.wake)
         self._closing = False
         self._keeps = False  # whether the connections outlive the thread
         self._failure_sent = False  # whether this rank has reported a failure
@@ -97,31 +101,27 @@ class WatchThread(threading.Thread):
         self._has_answered = threading.Event()
         self._asks_after = _LONG_WAIT  # seconds after its last collective at which rank 0 asks what the others do
         self.stop_agreement = StopAgreement(len(session.hosts))
-        _everywhere.add(self._connections)
+        _everywhere.add(self.connections)
         self.start()
 
     def wait_for_children(self, timeout: timedelta) -> None:
         """Wait until the ranks below this one are connected; from then on, the end of a connection is a failure."""
 
         def is_full() -> bool | None:
-            return self._connections.full.is_set() or None
+            return self.connections.full.is_set() or None
 
         def late() -> bool:
-            absent, rank = self._connections.absent(), self._session.rank
+            absent, rank = self.connections.absent(), self._session.rank
             raise LaunchError(f"Ranks {absent} did not connect to the watch of rank {rank} within {timeout}.")
 
         self._session.until(is_full, timeout, late)
-
-    def connect(self, sock: socket.socket) -> None:
-        """Use this socket as the connection to the rank above this one."""
-        self._connections.connect(sock)
 
     def tell(self, failure: Failure) -> None:
         """Tell the other ranks that this one has failed."""
         self._failures.known = failure
         self._failures.settled = True
         self._tell_others(failure)
-        self._connections.flush(_LAST_WORDS)
+        self.connections.flush(_LAST_WORDS)
 
     def close(self, tells_code: bool = False) -> None:
         """Leave: from now on, the end of a connection is not a failure. First set `failures.settled`.
@@ -131,19 +131,19 @@ class WatchThread(threading.Thread):
         """
         if tells_code:
             self._keeps = True
-            self._connections.post(encode(exiting=self._session.rank))
+            self.connections.post(encode(exiting=self._session.rank))
         else:
             failure = {"failure": self._failures.known} if self._failures.known else {}
-            self._connections.post_news(encode(left=self._session.rank, **failure))
+            self.connections.post_news(encode(left=self._session.rank, **failure))
         self._closing = True  # only now: the thread then closes all connections
-        self._connections.wake()
+        self.connections.wake()
         self.join(_LAST_WORDS)
         self._main_thread.close()
 
     def hand_over(self) -> None:
         """Let the exit of the process send its exit code: unless it is 0, this rank has failed."""
         if self._keeps and not self.is_alive():
-            send_exit_code(self._connections.detach())
+            send_exit_code(self.connections.detach())
 
     def run(self) -> None:
         """Listen until the watch is closed; if that fails, so does the rank."""
@@ -154,16 +154,16 @@ class WatchThread(threading.Thread):
             self._show_report(at_once=True)
             if self._keeps:
                 return
-            for event in self._connections.shutdown(1.0):
+            for event in self.connections.shutdown(1.0):
                 self._receive(event)
         except BaseException as error:
             if not self._closing:
                 self._break_down(error)
-        self._connections.close()
+        self.connections.close()
 
     def _listen(self) -> None:
         """Receive until the next check of this rank itself."""
-        for event in self._connections.poll(self._pause()):
+        for event in self.connections.poll(self._pause()):
             self._receive(event)
         orphan = None if self._failures.known else self._failures.orphan()
         if orphan:
@@ -216,11 +216,11 @@ class WatchThread(threading.Thread):
         if value is None:
             return
         if self._session.rank > 0:
-            self._connections.post_up(encode(**{name: value}))
+            self.connections.post_up(encode(**{name: value}))
         elif name == "steps":
             self.stop_agreement.counts[value.rank] = value.number
         elif name == "activity":
-            self._connections.answer(encode(activity=value))
+            self.connections.answer(encode(activity=value))
             self._report.add(value)
         elif not self.stop_agreement.is_asked:  # by an earlier request
             self.stop_agreement.first = value
@@ -229,7 +229,7 @@ class WatchThread(threading.Thread):
 
     def _on_exiting(self, rank: int, sender: int) -> None:
         self._failures.exiting[rank] = time.monotonic() + _EXITING
-        self._connections.post(encode(exiting=rank), exclude=sender)
+        self.connections.post(encode(exiting=rank), exclude=sender)
 
     def _on_exit_code(self, rank: int, code: int) -> None:
         if code == 0:
@@ -241,7 +241,7 @@ class WatchThread(threading.Thread):
     def _on_departure(self, rank: int, sender: int) -> None:
         if rank not in self._failures.left:
             self._failures.left.append(rank)
-            self._connections.post(encode(left=rank), exclude=sender)
+            self.connections.post(encode(left=rank), exclude=sender)
         self._failures.exiting.pop(rank, None)  # last: the main thread may be waiting for it
 
     def _on_closed(self, rank: int, silent: bool) -> None:
@@ -266,14 +266,9 @@ class WatchThread(threading.Thread):
         """Record the failure of a rank that cannot report it any more."""
         self._on_failure(failure)
         self._failures.exiting.pop(failure.rank, None)
-        if self._is_neighbour(failure.rank):
+        top, below = sorted([self._session.rank, failure.rank])
+        if parent_of(below) == top:  # a neighbour
             self._failures.announce(failure, patience=_LOOK)  # for ranks that join later, or are not yet connected
-
-    def _is_neighbour(self, rank: int) -> bool:
-        """Return whether a rank is adjacent to this one in the tree."""
-        me = self._session.rank
-        top, below = sorted((me, rank))
-        return below > 0 and parent_of(below) == top
 
     def _failure_of(self, rank: int, kind: str, words: str) -> Failure:
         return Failure(rank, self._session.hosts[rank], kind, words, "")
@@ -282,7 +277,7 @@ class WatchThread(threading.Thread):
         """Report the first failure to the other ranks, and no other."""
         if not self._failure_sent:
             self._failure_sent = True
-            self._connections.post_news(encode(failure=failure), exclude)
+            self.connections.post_news(encode(failure=failure), exclude)
 
     # Reports of what the ranks are doing.
 
@@ -291,7 +286,7 @@ class WatchThread(threading.Thread):
         if self._failures.known is None:
             self._has_answered.clear()
             self._wants_report = True
-            self._connections.wake()
+            self.connections.wake()
             self._has_answered.wait(ANSWERS)  # until then this rank is still in its wait
 
     def _on_question(self, sender: int | None) -> None:
@@ -303,7 +298,7 @@ class WatchThread(threading.Thread):
 
     def _ask(self) -> None:
         """Ask the ranks below this one, and answer for it."""
-        self._connections.post_down(encode(asks=True))
+        self.connections.post_down(encode(asks=True))
         with self._harmless():
             session = self._session
             seconds = time.monotonic() - session.acted_at
@@ -331,7 +326,7 @@ class WatchThread(threading.Thread):
             if not self._report.begin():
                 self._has_answered.set()
             elif self._session.rank > 0:
-                self._connections.post_up(encode(asks=True))
+                self.connections.post_up(encode(asks=True))
             else:
                 self._ask()
         self._show_report()
@@ -351,7 +346,7 @@ class WatchThread(threading.Thread):
 
     def wake(self) -> None:
         """Make the thread check for this rank's stop request; safe in a signal handler."""
-        self._connections.wake()
+        self.connections.wake()
 
     def _agree_to_stop(self) -> None:
         """Forward this rank's stop request; on rank 0 decide once all have answered."""
@@ -364,11 +359,11 @@ class WatchThread(threading.Thread):
 
     def _ask_steps(self) -> None:
         """Ask the ranks below this one for their number of steps, and answer for it."""
-        self._connections.post_down(encode(asks_steps=True))
+        self.connections.post_down(encode(asks_steps=True))
         self._send_to_rank_0("steps", Steps(self._session.rank, self.stop_agreement.answer()))
 
     def _on_stop(self, decision: StopRequest) -> None:
-        self._connections.post_down(encode(stop=decision))
+        self.connections.post_down(encode(stop=decision))
         self.stop_agreement.decision = decision  # only now: the main thread may leave when it sees it
 
     @contextmanager
@@ -508,7 +503,7 @@ def start_watch(job: Job, session: Session, members: Members, listener: socket.s
         job.watch = watch = WatchThread(session, members.token, listener)
         watch.wait_for_children(timeout)
         if rank > 0:
-            watch.connect(_connect_to_parent(session, members, timeout))
+            watch.connections.connect(_connect_to_parent(session, members, timeout))
     session.watch = weakref.ref(watch)
 
 

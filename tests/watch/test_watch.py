@@ -458,7 +458,7 @@ def lose_the_watch() -> None:
     with ddpkit.distributed(timeout=LONG) as context:
         ddpkit.barrier()
         if context.rank == 1:
-            os.close(current_job.job.watch._connections._selector.fileno())
+            os.close(current_job.job.watch.connections._selector.fileno())
         time.sleep(HANG)
 
 
