@@ -100,7 +100,7 @@ class Connections:
         self._next_look = 0.0
         self._leaving = False
         self._news = b""  # sent to those that connect later
-        self.full = threading.Event()  # set when all children are connected
+        self.is_full = not self._children  # whether all children have connected
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
         self._woken.setblocking(False)
@@ -108,8 +108,6 @@ class Connections:
         self._selector.register(self._woken, _READ)
         if listener is not None:
             listener.setblocking(False)
-        if not self._children:
-            self.full.set()
 
     def connect(self, sock: socket.socket) -> None:
         """Use this socket as the connection to the parent."""
@@ -337,7 +335,7 @@ class Connections:
     def _admit(self, connection: _Connection, line: bytes) -> Event | None:
         """Read a stranger's first line: it becomes a rank's connection, or is closed."""
         message = (shows_token(line, self._token) and parse(line, self._world_size)) or Message()
-        if message.rank in self.absent() and not self.full.is_set():  # else that rank has one
+        if message.rank in self.absent() and not self.is_full:  # else that rank has one
             self._adopt(connection, message.rank)
             self._send(connection, self._news)
             return None
@@ -355,8 +353,7 @@ class Connections:
         self._ranks[rank] = connection
         with suppress(OSError):  # it may be gone; reading will tell
             keep_alive(connection.socket)
-        if not self.absent():
-            self.full.set()
+        self.is_full = self.is_full or not self.absent()
 
     def _drop(self, connection: _Connection) -> None:
         with self._lock:

@@ -108,7 +108,7 @@ class WatchThread(threading.Thread):
         """Wait until the ranks below this one are connected; from then on, the end of a connection is a failure."""
 
         def is_full() -> bool | None:
-            return self.connections.full.is_set() or None
+            return self.connections.is_full or None
 
         def late() -> bool:
             absent, rank = self.connections.absent(), self._session.rank

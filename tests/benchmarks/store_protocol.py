@@ -66,7 +66,7 @@ def _watch(session: Session, ranks: int, token: str) -> Connections:
         listener, (_, port) = listen("127.0.0.1", one_node=True)
         store.set(f"watch/{rank}", f"{port}")
     connections = Connections(rank, ranks, token, listener, print)
-    while not connections.full.is_set():
+    while not connections.is_full:
         connections.poll(1.0)
     if rank > 0:
         port = int(store.get(f"watch/{parent_of(rank)}"))

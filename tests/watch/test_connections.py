@@ -81,7 +81,7 @@ def closes(hub: Hub, wire: socket.socket, seconds: float = PATIENCE) -> bool:
 
 def test_ranks_are_heard_by_their_numbers_and_an_end_is_an_event(hub: Hub) -> None:
     with contextlib.closing(hub.join(1)) as one, contextlib.closing(hub.join(2)) as two:
-        assert hub.connections.full.is_set() and hub.connections.absent() == []
+        assert hub.connections.is_full and hub.connections.absent() == []
         one.post(encode(left=1))
         assert hub.hear() == [Event(1, Message(left=1))]
         hub.connections.post(encode(left=1), exclude=1)
@@ -205,7 +205,7 @@ def test_a_flood_of_strangers_keeps_no_rank_out(hub: Hub) -> None:
         stack.enter_context(contextlib.closing(hub.join(1)))
         stack.enter_context(contextlib.closing(hub.join(2)))
         hub.connections.poll(0.0)
-        assert hub.connections.full.is_set()
+        assert hub.connections.is_full
         assert len(list(Path("/proc/self/fd").iterdir())) < before + 80, "of 300 strangers a few are let wait"
 
 
