@@ -101,10 +101,10 @@ def averaging(*modules: nn.Module | Tensor) -> Iterator[None]:
     """
     exchange = begin_exchange("averaging()", modules)
     gradients = exchange.gradients
-    gradients.hide()
+    gradients.clear()
     yield
     if any(p.grad is not None for p in gradients.parameters):
-        gradients.hide()
+        gradients.clear()
         raise RuntimeError(
             "Gradients were computed while the previous ones were still being averaged: "
             "leave the block of averaging() and step before the next backward()."
@@ -188,7 +188,7 @@ class Gradients:
             parameters.append((name, p.dtype, p.shape, p.device.type))
         return _fingerprint(exchange, settings, tuple(parameters))
 
-    def hide(self) -> None:
+    def clear(self) -> None:
         """Remove the parameters' gradients, so that no step uses this rank's own."""
         for p in self.parameters:
             p.grad = None

@@ -188,25 +188,24 @@ class Stream(IterableDataset[Any]):
         if not self.is_open:
             raise split_twice()
         worker = get_worker_info()
-        number = 0  # no workers, or peek(), which shows the first worker's part
+        reader = self.place.rank * self.readers  # without workers, and for peek(), the first worker
         if worker is not None:
-            number = worker.id
+            reader += worker.id
             if self.latest_epoch is not None:
                 self.epoch = int(self.latest_epoch)
-            seed_cpu(hash_seeds("stream", self.seed, self.epoch, self._reader(number)))
+            seed_cpu(hash_seeds("stream", self.seed, self.epoch, reader))
             pass_epoch_on(self.dataset, self.epoch)
         if not hasattr(self.dataset, "shard"):  # one reader: nothing to split
             return iter(self.dataset)
         num_shards = self.place.num_replicas * self.readers
-        shard = self.dataset.shard
-        part = without_end("shard()", shard, index=self._reader(number), num_shards=num_shards)
+        part = without_end("shard()", self.dataset.shard, index=reader, num_shards=num_shards)
         part = _without_node_splitters(part)
         pass_epoch_on(part, self.epoch)  # a separate object may start at epoch 0
         with WithoutWorkerInfo():
             samples = without_end("iter() of a shard", iter, part)
-        return self._read_alone(samples, number)
+        return self._read_alone(samples, reader)
 
-    def _read_alone(self, samples: Iterator[Any], worker: int) -> Iterator[Any]:
+    def _read_alone(self, samples: Iterator[Any], reader: int) -> Iterator[Any]:
         """Read a part with the worker's number hidden: many streams would use it to split the part again."""
         alone = WithoutWorkerInfo()
         with alone:
@@ -219,15 +218,11 @@ class Stream(IterableDataset[Any]):
         if is_empty:
             ranks = self.place.num_replicas
             warnings.warn(
-                f"Rank {self.place.rank} of {ranks}, worker {worker} of {self.readers}, has nothing to "
-                f"read: part {self._reader(worker)} of {ranks * self.readers} parts of the stream is empty. "
+                f"Rank {self.place.rank} of {ranks}, worker {reader % self.readers} of {self.readers}, has nothing to "
+                f"read: part {reader} of {ranks * self.readers} parts of the stream is empty. "
                 f"{_FEWER}",
                 stacklevel=2,
             )
-
-    def _reader(self, worker: int) -> int:
-        """Return a worker's number among the workers of all ranks."""
-        return self.place.rank * self.readers + worker
 
 
 def _without_node_splitters(part: Any) -> Any:

@@ -138,7 +138,7 @@ def exact_gradients(
             with generators_kept():
                 yield step.micro_batches()
         finally:
-            step.gradients.hide()
+            step.gradients.clear()
     _end(step, local_pass)
 
 
@@ -171,7 +171,7 @@ class _Step:
     def micro_batches(self) -> Iterator[Any]:
         """Yield each micro-batch, with its random numbers, and add the gradients that follow."""
         for micro_batch, seed in zip(self._batch, self._batch.seeds, strict=True):
-            self.gradients.hide()
+            self.gradients.clear()
             seed_cpu(seed)
             # torch.manual_seed() would do it, too, but serves accelerators that are not there, which takes longer
             if self.device.type != "cpu":

@@ -154,7 +154,7 @@ class Rendezvous:
         rendezvous.addresses = {rank: (host, port) for rank, (host, port) in enumerate(found)}
         return rendezvous
 
-    def is_together(self) -> None:
+    def record_contact(self) -> None:
         """Record that the others have worked with this member since the last record."""
         self._excused, self._noted = self._noted, self._heartbeat.absences()
 

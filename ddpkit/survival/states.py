@@ -97,7 +97,7 @@ class KeptStates:
         self._loaders.append(loader)
 
     @torch.no_grad()
-    def put_back(self, quorum: Quorum, member: int) -> None:
+    def restore(self, quorum: Quorum, member: int) -> None:
         """Give the quorum the states of the step that it resumes from. Collective."""
         for module in self._modules:
             module.zero_grad(set_to_none=True)

@@ -244,7 +244,7 @@ class _Survivors:
         """Keep the current states."""
         self.kept.commit()
         if self._rendezvous is not None:
-            self._rendezvous.is_together()
+            self._rendezvous.record_contact()
 
     def go_on(self, lost: RuntimeError) -> None:
         """Join the remaining members, until none is lost meanwhile, and synchronise the states."""
@@ -317,7 +317,7 @@ class _Survivors:
             raise
         is_joining = False
         check_members(rendezvous.secret, f"{quorum.regrouping}")
-        self.kept.put_back(quorum, rendezvous.member)
+        self.kept.restore(quorum, rendezvous.member)
         current_job.hold_failures(True)  # until the next attempt is entered
         self._refuse_late_processes(rendezvous, members)
 

@@ -53,7 +53,7 @@ class _Connection:
     exiting: bool = False  # whether its process is exiting, with the exit code still to come
     segments: int = 0  # received until the last check
     silent: int = 0  # checks in a row without data
-    attempts: Attempts = field(default_factory=lambda: Attempts())  # looked up when called: tests replace it
+    probes: Probes = field(default_factory=lambda: Probes())  # looked up when called: tests replace it
 
 
 def _last_events(connection: _Connection) -> list[Event]:
@@ -91,15 +91,15 @@ class Connections:
         self._say = say
         self._ranks: dict[int, _Connection] = {}
         self._strangers: dict[_Connection, None] = {}  # the oldest first
-        self._behind: set[_Connection] = set()  # with unsent data
+        self._backlogged: set[_Connection] = set()  # with unsent data
         self._lock = threading.Lock()  # guards sending
         self._listener = listener
         self._listens = False
         self._accepted = 0  # connections since the last check
-        self._complained = False  # whether it has logged that none can be accepted
+        self._has_warned = False  # whether it has logged that none can be accepted
         self._next_look = 0.0
         self._leaving = False
-        self._news = b""  # sent to those that connect later
+        self._announcement = b""  # sent to those that connect later
         self.is_full = not self._children  # whether all children have connected
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
@@ -114,7 +114,7 @@ class Connections:
         sock.setblocking(False)
         connection = _Connection(sock)
         # before any other post
-        connection.unsent += encode(token=self._token, rank=self._rank) + self._news
+        connection.unsent += encode(token=self._token, rank=self._rank) + self._announcement
         self._adopt(connection, parent_of(self._rank))
         self._selector.register(sock, _READ, connection)  # last: the other thread may be polling
         self._send(connection, b"")
@@ -135,12 +135,12 @@ class Connections:
         for rank, connection in list(self._ranks.items()):
             if rank != exclude and (to is None or rank in to):
                 self._send(connection, line)
-        if self._behind:
+        if self._backlogged:
             self.wake()
 
-    def post_news(self, line: bytes, exclude: int | None = None) -> None:
+    def announce(self, line: bytes, exclude: int | None = None) -> None:
         """Send a line to all connected ranks, and to those that connect later."""
-        self._news = line
+        self._announcement = line
         self.post(line, exclude)
 
     def post_up(self, line: bytes) -> None:
@@ -160,7 +160,7 @@ class Connections:
     def flush(self, seconds: float) -> None:
         """Wait, with a time limit, until all posts are sent; another thread must be polling."""
         deadline = time.monotonic() + seconds
-        while self._behind and time.monotonic() < deadline:
+        while self._backlogged and time.monotonic() < deadline:
             time.sleep(0.005)
 
     def wake(self) -> None:
@@ -170,7 +170,7 @@ class Connections:
 
     def poll(self, seconds: float) -> list[Event]:
         """Wait, with a time limit, for data; send what is unsent."""
-        for connection in list(self._behind):
+        for connection in list(self._backlogged):
             self._selector.modify(connection.socket, _READ | _WRITE, connection)
         seconds = min(seconds, max(0.0, self._next_look - time.monotonic()))
         events: list[Event] = []
@@ -181,7 +181,7 @@ class Connections:
                 self._accept()
             else:
                 events += self._serve(key.data)
-        self._dismiss()
+        self._drop_strangers()
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _LOOK
             self._accepted = 0
@@ -199,16 +199,16 @@ class Connections:
         for rank, connection in list(self._ranks.items()):
             before = connection.segments
             connection.segments = segments_received(connection.socket)
-            if connection.segments != before or not before or connection.attempts.are_answered():
+            if connection.segments != before or not before or connection.probes.are_answered():
                 connection.silent = 0
-                connection.attempts.close()
+                connection.probes.close()
                 continue
             connection.silent += 1
             if connection.silent == _SILENT:
                 self._drop(connection)
                 events.append(Event(rank, None, silent=True))
             elif connection.silent >= _DOUBTFUL:
-                connection.attempts.begin(connection.socket)
+                connection.probes.begin(connection.socket)
         return events
 
     def shutdown(self, seconds: float) -> Iterator[Event]:
@@ -235,7 +235,7 @@ class Connections:
         """Close this process's ends of all connections."""
         for connection in (*self._ranks.values(), *self._strangers):
             connection.socket.close()
-            connection.attempts.close()
+            connection.probes.close()
         for sock in (self._listener, self._wake, self._woken):
             if sock is not None:
                 sock.close()
@@ -263,19 +263,19 @@ class Connections:
         except OSError as error:
             if error.errno in _OUT_OF_RESOURCES:  # else the connection is gone again
                 self._listen(False)
-                self._complain(error)
+                self._warn_of_limit(error)
             return
         sock.setblocking(False)
         connection = _Connection(sock)
         self._selector.register(sock, _READ, connection)
         self._strangers[connection] = None
 
-    def _complain(self, error: OSError) -> None:
-        if not self._complained:
-            self._complained = True
+    def _warn_of_limit(self, error: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
             self._say(f"The watch cannot accept a connection: {error}. Raise the limit on open files (ulimit -n).")
 
-    def _dismiss(self) -> None:
+    def _drop_strangers(self) -> None:
         """Close the connections of strangers that take too long, or the oldest of too many."""
         late = time.monotonic() - _TOKEN_SECONDS
         while self._strangers:
@@ -289,7 +289,7 @@ class Connections:
     def _serve(self, connection: _Connection) -> list[Event]:
         try:
             self._send(connection, b"")
-            if connection not in self._behind:
+            if connection not in self._backlogged:
                 self._selector.modify(connection.socket, _READ, connection)
             return self._read(connection)
         except Exception:
@@ -337,7 +337,7 @@ class Connections:
         message = (shows_token(line, self._token) and parse(line, self._world_size)) or Message()
         if message.rank in self.absent() and not self.is_full:  # else that rank has one
             self._adopt(connection, message.rank)
-            self._send(connection, self._news)
+            self._send(connection, self._announcement)
             return None
         if message.asks:
             connection.asks = True
@@ -358,10 +358,10 @@ class Connections:
     def _drop(self, connection: _Connection) -> None:
         with self._lock:
             connection.open = False
-            self._behind.discard(connection)
+            self._backlogged.discard(connection)
             self._selector.unregister(connection.socket)
             connection.socket.close()
-        connection.attempts.close()
+        connection.probes.close()
         self._strangers.pop(connection, None)
         if connection.rank is not None:
             del self._ranks[connection.rank]
@@ -378,11 +378,11 @@ class Connections:
                     sent = connection.socket.send(connection.unsent)
                     del connection.unsent[:sent]
             except BlockingIOError:
-                self._behind.add(connection)
+                self._backlogged.add(connection)
                 return
             except OSError:  # it is gone; reading will tell
                 connection.unsent.clear()
-            self._behind.discard(connection)
+            self._backlogged.discard(connection)
             if self._leaving:
                 with suppress(OSError):
                     connection.socket.shutdown(socket.SHUT_WR)
@@ -417,7 +417,7 @@ def segments_received(connection: socket.socket) -> int:
     return 0
 
 
-class Attempts:
+class Probes:
     """New connections to the other end of a connection, as probes: its host answers, if only by a refusal."""
 
     def __init__(self) -> None:
@@ -427,10 +427,10 @@ class Attempts:
         """Start another; of the earlier ones only the last continues."""
         self.close(but=1)
         with suppress(OSError):
-            attempt = socket.socket(connection.family)
-            self._sockets.append(attempt)
-            attempt.setblocking(False)
-            attempt.connect_ex(connection.getpeername())
+            probe = socket.socket(connection.family)
+            self._sockets.append(probe)
+            probe.setblocking(False)
+            probe.connect_ex(connection.getpeername())
 
     def are_answered(self) -> bool:
         """Return whether the host answered one."""
@@ -442,11 +442,11 @@ class Attempts:
             self._sockets.pop(0).close()
 
 
-def _is_answered(attempt: socket.socket) -> bool:
-    if attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNREFUSED:
+def _is_answered(probe: socket.socket) -> bool:
+    if probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNREFUSED:
         return True
     with suppress(OSError):
-        attempt.getpeername()
+        probe.getpeername()
         return True
     return False
 

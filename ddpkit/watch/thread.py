@@ -134,7 +134,7 @@ class WatchThread(threading.Thread):
             self.connections.post(encode(exiting=self._session.rank))
         else:
             failure = {"failure": self._failures.known} if self._failures.known else {}
-            self.connections.post_news(encode(left=self._session.rank, **failure))
+            self.connections.announce(encode(left=self._session.rank, **failure))
         self._closing = True  # only now: the thread then closes all connections
         self.connections.wake()
         self.join(_LAST_WORDS)
@@ -277,7 +277,7 @@ class WatchThread(threading.Thread):
         """Report the first failure to the other ranks, and no other."""
         if not self._failure_sent:
             self._failure_sent = True
-            self.connections.post_news(encode(failure=failure), exclude)
+            self.connections.announce(encode(failure=failure), exclude)
 
     # Reports of what the ranks are doing.
 

@@ -366,7 +366,7 @@ def put_in_place() -> None:
     thread._log = lambda *_: None
     connections.keep_alive = Socket.keep_alive
     connections.segments_received = Socket.segments_received
-    connections.Attempts = Attempts
+    connections.Probes = Attempts
     session.os = _os
     for kind in (thread.WatchThread, regrouping._Heartbeat, regrouping.Refusals):
         kind.start, kind.join, kind.is_alive = _start, _Thread.join, _Thread.is_alive

@@ -74,19 +74,19 @@ def let_both_halves_go_on() -> None:
 def excuse_an_absence_at_a_commit() -> None:
     """A rank takes a step that it commits after an absence for a sign that the others are still there. It was so."""
 
-    def is_together(self: regrouping.Rendezvous) -> None:
+    def record_contact(self: regrouping.Rendezvous) -> None:
         self._excused = self._heartbeat.absences()
 
-    regrouping.Rendezvous.is_together = is_together
+    regrouping.Rendezvous.record_contact = record_contact
 
 
 def keep_states_that_others_have_not() -> None:
     """Those who go on keep the states that they have."""
 
-    def put_back(self: kept_states.KeptStates, decision: Any, member: int) -> None:
+    def restore(self: kept_states.KeptStates, decision: Any, member: int) -> None:
         self.is_consistent = True
 
-    kept_states.KeptStates.put_back = put_back
+    kept_states.KeptStates.restore = restore
 
 
 def let_the_host_of_the_store_leave_first() -> None:
