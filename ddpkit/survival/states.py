@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from ..collectives.consistency import raise_everywhere
 from ..collectives.differences import explain_sharded
 from ..collectives.transfer import broadcast_bytes, broadcast_tensor
 from ..collectives.tree import flat_bytes, is_dense
+from ..data.loader import Loader
 from ..data.seeds import get_rng_state, set_rng_state
 from ..errors import LaunchError
 from ..job import current_job, lifecycle
@@ -30,13 +31,6 @@ _MOST_TIMES = 16  # largest ratio of another rank's bytes to this one's: its opt
 _MOST_BESIDES = 64 << 20  # bytes in addition
 
 
-class Resumable(Protocol):
-    """A loader that can report and restore its position."""
-
-    def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
-    def load_state_dict(self, state: Any) -> None: ...  # noqa: D102
-
-
 class KeptStates:
     """The states of the last complete step: those that steps change by reference, the others as copies."""
 
@@ -44,12 +38,12 @@ class KeptStates:
         self.steps = 0
         self.is_consistent = True
         self._states = [unwrap_model(state) if isinstance(state, nn.Module) else state for state in states]
-        self._modules = [state for state in self._states if isinstance(state, nn.Module)]
+        self._model = nn.ModuleList([state for state in self._states if isinstance(state, nn.Module)])
         self._small = [state for state in self._states if not isinstance(state, nn.Module | Optimizer)]
-        self._loaders: list[Resumable] = []
+        self._loaders: list[Loader] = []
         self._positions: list[dict[str, Any]] = []
         optimizers = _optimizers_in(states)
-        if not optimizers and any(p.requires_grad for module in self._modules for p in module.parameters()):
+        if not optimizers and any(p.requires_grad for p in self._model.parameters()):
             raise TypeError("survive() needs an optimizer of torch.optim, to know when a step begins.")
         check_saveable({type(state).__name__: state.state_dict() for state in self._states})
         self._handles = [optimizer.register_step_pre_hook(self._begin_step) for optimizer in optimizers]
@@ -70,40 +64,34 @@ class KeptStates:
 
     def _copy(self) -> None:
         """Copy what may change before a step begins: in a forward, or by a scaler that skips the step."""
-        self._buffers = [buffer.clone() for buffer in self._live_buffers()]
+        self._buffers = [buffer.clone() for buffer in self._model.buffers()]
         self._copies = [copy.deepcopy(state.state_dict()) for state in self._small]
         self._random = get_rng_state()
-
-    def _live_buffers(self) -> list[Tensor]:
-        return [buffer for module in self._modules for buffer in module.buffers()]
 
     def begin(self) -> None:
         """Begin an attempt, which creates new loaders."""
         self._loaders = []
 
-    def add_loader(self, loader: Resumable) -> None:
+    def add_loader(self, loader: Loader) -> None:
         """Record a loader's position; restore that of the loader with the same index before it."""
         number = len(self._loaders)
-        position = loader.state_dict()
-        if "batches" in position:  # it counts batches of a number of ranks
+        if "batches" in loader.state_dict():  # it counts batches of a number of ranks
             raise TypeError(
                 "After a failure the loader must resume on fewer ranks, but it cannot do so inside an "
                 "epoch: survive() needs a training loader, over a dataset with a length, with one of "
                 "ddpkit's samplers."
             )
         if number < len(self._positions):
-            position = self._positions[number]
-            loader.load_state_dict(position)
+            loader.load_state_dict(self._positions[number])
         self._loaders.append(loader)
 
     @torch.no_grad()
     def restore(self, quorum: Quorum, member: int) -> None:
         """Give the quorum the states of the step that it resumes from. Collective."""
-        for module in self._modules:
-            module.zero_grad(set_to_none=True)
-        release_models(self._modules)
+        self._model.zero_grad(set_to_none=True)
+        release_models(list(self._model))
         if self.is_consistent and self.steps == quorum.steps:
-            for buffer, kept in zip(self._live_buffers(), self._buffers, strict=True):
+            for buffer, kept in zip(self._model.buffers(), self._buffers, strict=True):
                 buffer.copy_(kept)
             for state, saved in zip(self._small, self._copies, strict=True):
                 state.load_state_dict(copy.deepcopy(saved))

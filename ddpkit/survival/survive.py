@@ -18,6 +18,7 @@ from ..arguments import as_integer, check_timeout
 from ..collectives.consistency import control_device, reduce_in_place
 from ..collectives.sync import barrier
 from ..collectives.transfer import broadcast_bytes
+from ..data.loader import Loader
 from ..errors import DdpkitError, LaunchError, PeerError
 from ..job import current_job, lifecycle
 from ..job.job import ChooseDevice, Context, Options
@@ -28,7 +29,7 @@ from ..launch import ranks
 from ..watch import stop_agreement
 from ..watch.main_thread import no_interrupt
 from .regrouping import Quorum, Refusals, Rendezvous
-from .states import KeptStates, Resumable
+from .states import KeptStates
 
 log = logging.getLogger(__name__)
 _ANSWERING = 1.0  # seconds in which a reachable store answers
@@ -37,7 +38,7 @@ _GRACE = 60.0  # seconds from the loss of a rank to the end of an attempt: loade
 _UNSURE = ("lost", "silent", "left", "orphaned")  # the rank raised no error and may continue
 
 
-T = TypeVar("T", bound=Resumable)
+T = TypeVar("T", bound=Loader)
 
 
 def survive(
