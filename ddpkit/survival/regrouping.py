@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
 import threading
 import time
 import uuid
@@ -386,14 +385,15 @@ class Refusals(threading.Thread):
 
     def __init__(self, master: str, size: int, is_here: bool, store: dist.Store | None) -> None:
         super().__init__(name="ddpkit refusals", daemon=True)
-        self._master = master
+        host, _, port = master.rpartition(":")
+        self._address = host, int(port)
         self._is_here = is_here
         self._store = store
         message = (
             f"The job at {master} lost some of its {size} ranks and went on without them; nobody can take their place. "
             "To train on all ranks again, stop that job, let it save a checkpoint, and start all ranks anew."
         )
-        self._reason = Failure(-1, socket.gethostname(), JobContinues.__name__, message, "")
+        self._reason = Failure.of(-1, JobContinues(message))
         self._over = threading.Event()
         self.start()
 
@@ -406,16 +406,15 @@ class Refusals(threading.Thread):
             self._over.wait(_BETWEEN_CALLS)
 
     def _has_refused_all(self) -> bool:
-        host, _, port = self._master.rpartition(":")
-        if self._store is None and is_listening(host, int(port)):
-            latest = Generation.latest(connect_to_store(host, int(port), _ANSWERING))
+        if self._store is None and is_listening(*self._address):
+            latest = Generation.latest(connect_to_store(*self._address, _ANSWERING))
             if latest is not None and not latest.is_complete():  # a complete start is that of another job
                 latest.give_up(self._reason)
             return False
-        if self._store is None and self._is_here:
-            self._store = host_store(host, int(port))
         if self._store is None:
-            return False
+            if not self._is_here:
+                return False
+            self._store = host_store(*self._address)
         Generation.refuse(self._store, self._reason)
         return True
 

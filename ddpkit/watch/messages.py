@@ -220,10 +220,8 @@ class StatusReport:
 
     def take(self, at_once: bool = False) -> list[str]:
         """Return its lines if they are due: when all have answered, or after the time limit. Once."""
-        if self._until is None:
-            return []
         complete = len(self._activities) == self._world_size
-        if not (complete or at_once or time.monotonic() > self._until):
+        if self._until is None or not (complete or at_once or time.monotonic() > self._until):
             return []
         self._until = None
         title = "A wait took too long. What the ranks are doing:"
