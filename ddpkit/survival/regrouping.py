@@ -12,9 +12,9 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import get_type_hints
@@ -50,6 +50,7 @@ class Candidate:
         steps: Number of its committed steps.
         is_consistent: Whether its states are those of that step, not of the middle of the next.
         address: Address of its store, as exchanged at the start: that of another process with its number differs.
+        answer: Key where it waits for the quorum.
     """
 
     member: int
@@ -57,6 +58,7 @@ class Candidate:
     steps: int
     is_consistent: bool
     address: Address
+    answer: str = ""
 
 
 @dataclass(frozen=True)
@@ -229,7 +231,7 @@ class Rendezvous:
                 return last, store  # it was made without this rank
         answer = f"answer/{uuid.uuid4().hex}"
         key = _candidate_key(self.member)
-        store.set(key, sealed(self.secret, [place, key], {**asdict(me), "answer": answer}))
+        store.set(key, sealed(self.secret, [place, key], asdict(replace(me, answer=answer))))
         pause = Pause()
         while not store.check([answer]):  # which raises when the leader ends
             if time.monotonic() > deadline:
@@ -247,7 +249,6 @@ class Rendezvous:
         """Wait for the members that are alive, and tell them who continues."""
         deadline = time.monotonic() + self._patience
         candidates = {self.member: me}
-        answers: dict[int, str] = {}
         others = set(members) - {self.member}
         ended = set(gone)
         next_probe = 0.0
@@ -256,7 +257,7 @@ class Rendezvous:
             for member in others:
                 arrived = self._read_candidate(member)
                 if arrived is not None:
-                    candidates[member], answers[member] = arrived
+                    candidates[member] = arrived
             if time.monotonic() >= next_probe:
                 ended |= {member for member, answer in self._ask(others - ended).items() if answer is False}
                 next_probe = time.monotonic() + _BETWEEN_PROBES
@@ -269,32 +270,32 @@ class Rendezvous:
         unknown = absent | (ended if was_away else set())  # they may have continued, and ended normally
         quorum = decide(self.member, present, unknown, least)
         self._write_quorum(quorum, _DECIDED)
-        for member, answer in answers.items():
+        del candidates[self.member]
+        for member, candidate in candidates.items():
             self._store.delete_key(_candidate_key(member))
-            self._write_quorum(quorum, answer)
-        self._answered.update(answers.values())
+            self._write_quorum(quorum, candidate.answer)
+        answers = [candidate.answer for candidate in candidates.values()]
+        self._answered.update(answers)
         if quorum.refusal:  # this process ends with it
-            self._wait_for_readers(answers.values())
+            self._wait_for_readers(answers)
         return quorum
 
-    def _wait_for_readers(self, answers: Iterable[str]) -> None:
+    def _wait_for_readers(self, answers: list[str]) -> None:
         deadline = time.monotonic() + _READING
         while time.monotonic() < deadline and any(self._store.check([answer]) for answer in answers):
             time.sleep(0.01)
 
-    def _read_candidate(self, member: int) -> tuple[Candidate, str] | None:
-        """Return the request under this number, and where it waits for an answer; delete foreign writes."""
+    def _read_candidate(self, member: int) -> Candidate | None:
+        """Return the request under this number; delete foreign writes."""
         key = _candidate_key(member)
         if not self._store.check([key]):
             return None
         try:
-            found = opened(self.secret, [self.address, key], self._store.get(key), key, {**_CANDIDATE, "answer": str})
-            host, port = found.pop("address")
-            answer = found.pop("answer")
-            candidate = Candidate(**found, address=(host, port))
-            is_member = candidate.member == member and candidate.address == self.addresses[member]
-            if is_member and answer not in self._answered:  # else a replay
-                return candidate, answer
+            place = [self.address, key]
+            candidate = Candidate(**opened(self.secret, place, self._store.get(key), key, _CANDIDATE))
+            is_member = candidate.member == member and tuple(candidate.address) == self.addresses[member]
+            if is_member and candidate.answer not in self._answered:  # else a replay
+                return candidate
         except LaunchError:
             log.warning("a process without this job's secret asks to join as rank %d", member)
         self._store.delete_key(key)
