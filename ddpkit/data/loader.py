@@ -225,8 +225,8 @@ class Loader(DataLoader[Any]):
         self._shape = shape
         self._epoch = 0
         self._given_before = 0  # batches of this epoch done before the loaded state
-        self._latest: Loop | None = None  # the latest loop
-        self._loop: Loop | None = None  # the same, while it counts
+        self._loop: Loop | None = None  # the latest loop
+        self._counts = False  # whether the state counts it
         self._given: Loop | None = None  # the loop that returned the current batch
         self._has_warned = False
         options["generator"] = torch.Generator("cpu")
@@ -338,7 +338,7 @@ class Loader(DataLoader[Any]):
         if epoch != self.epoch:
             self._given_before = 0
         self._epoch = epoch
-        self._loop = None
+        self._counts = False
         pass_epoch_on(self.sampler, epoch)
 
     def epochs(self, n: int) -> Iterator[int]:
@@ -403,8 +403,9 @@ class Loader(DataLoader[Any]):
         if self._resumable is not None:
             return self._resumable.state_dict()
         batches = self._given_before
-        if self._loop is not None and self._is_counted(self._loop):
-            batches = max(batches, self._loop.batches)
+        loop = self._counted
+        if loop is not None:
+            batches = max(batches, loop.batches)
         self._check_can_skip(self.epoch, batches)
         return {"epoch": self.epoch, "batches": batches, **self._identity_of_stream()}
 
@@ -422,7 +423,7 @@ class Loader(DataLoader[Any]):
         """
         if self._resumable is not None:
             self._resumable.load_state_dict(state)
-            self._loop = None
+            self._counts = False
             return
         epoch, batches = read_progress(state, "batches", "batches done")
         self._check_can_skip(epoch, batches)
@@ -455,7 +456,7 @@ class Loader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._place.check("The loader")
-        if self._loop is not None and self._is_counted(self._loop):  # it was left early
+        if self._counted is not None:  # it was left early
             self._warn_of_the_rest()
             self.set_epoch(self.epoch + 1)
         if self._given is not None:
@@ -464,7 +465,8 @@ class Loader(DataLoader[Any]):
             current_job.weighting.clear()
         start = 0 if self._resumable is None else self._resumable.start
         loop = Loop(self.epoch, start, self._given_before, self._positions())
-        self._loop = self._latest = loop
+        self._loop = loop
+        self._counts = True
         self._given = None
         seed = hash_seeds("workers", self._seed, loop.epoch, start, self._place.rank)
         self.generator.manual_seed(seed)
@@ -500,7 +502,7 @@ class Loader(DataLoader[Any]):
 
     def _next(self, batches: Iterator[Any], loop: Loop) -> Any:
         """Return the next batch of a pass. A batch that raises counts as well."""
-        if self.persistent_workers and self._latest is not loop:
+        if self.persistent_workers and self._loop is not loop:
             raise DdpkitError(
                 f"This loop over epoch {loop.epoch} cannot continue, because another loop over the same "
                 "loader has started: persistent workers serve one loop at a time. Make a loader for "
@@ -516,7 +518,7 @@ class Loader(DataLoader[Any]):
                 name = f"The dataset or collate_fn, {loop.describe_next()},"
                 self._count_batch(loop)
                 raise ends_early(name) from error
-            if self._is_counted(loop):
+            if loop is self._counted:
                 self.set_epoch(loop.epoch + 1)
             raise
         except DdpkitError:  # another rank failed
@@ -542,15 +544,19 @@ class Loader(DataLoader[Any]):
             current_job.tell_samples(indices)
 
     def _count_step(self, loop: Loop) -> None:
-        if self._resumable is not None and self._is_counted(loop):
+        if self._resumable is not None and loop is self._counted:
             self._resumable.advance(self._shape.global_size)
         loop.batches += 1
         self._given = loop
         current_job.tell(epoch=loop.epoch, batch=loop.batches)
 
-    def _is_counted(self, loop: Loop) -> bool:
-        # torch's sampler.set_epoch() bypasses ours
-        return loop is self._loop and loop.epoch == self.epoch
+    @property
+    def _counted(self) -> Loop | None:
+        """Return the loop that the state counts, if there is one."""
+        loop = self._loop
+        if loop is None or not self._counts or loop.epoch != self.epoch:  # torch's set_epoch() bypasses ours
+            return None
+        return loop
 
     def unequal_shares(self) -> UnequalShares | None:
         """Return the first batch of the next loop that ranks do not share equally, if there is one."""
