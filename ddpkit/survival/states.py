@@ -68,10 +68,6 @@ class KeptStates:
         self._copies = [copy.deepcopy(state.state_dict()) for state in self._small]
         self._random = get_rng_state()
 
-    def begin(self) -> None:
-        """Begin an attempt, which creates new loaders."""
-        self._loaders = []
-
     def add_loader(self, loader: Loader) -> None:
         """Record a loader's position; restore that of the loader with the same index before it."""
         number = len(self._loaders)
@@ -88,6 +84,7 @@ class KeptStates:
     @torch.no_grad()
     def restore(self, quorum: Quorum, member: int) -> None:
         """Give the quorum the states of the step that it resumes from. Collective."""
+        self._loaders = []  # the next attempt makes new ones
         self._model.zero_grad(set_to_none=True)
         release_models(list(self._model))
         if self.is_consistent and self.steps == quorum.steps:

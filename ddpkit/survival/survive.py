@@ -152,7 +152,6 @@ class Attempt:
 
     @no_interrupt
     def __enter__(self) -> Context:
-        self._survivors.kept.begin()
         current_job.hold_failures(False, grace=_GRACE)
         return self._survivors.context
 
