@@ -109,7 +109,7 @@ class _Joined(torch.autograd.Function):
             rows = tensor.new_empty((sum(counts), *tensor.shape[1:]))
             torch.index_select(torch.cat(parts), 0, _turns(counts).to(tensor.device), out=as_rows(rows))
             joined.append(rows)
-        needs_gradient = ctx.needs_input_grad[-len(tensors) :]
+        needs_gradient = ctx.needs_input_grad[4:]  # after the other arguments
         ctx.mark_non_differentiable(*[rows for rows, needs in zip(joined, needs_gradient, strict=True) if not needs])
         return tuple(joined)
 

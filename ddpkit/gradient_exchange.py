@@ -365,24 +365,16 @@ class GradientExchange:
         """Wait for the means and copy them into the gradients."""
         self._wait()
         with torch.inference_mode(False), torch.no_grad():
+            counts = [int(value is not None) for value in self.gradients.values]
             if self._buckets and self._missing:
-                self._make_missing()
+                on_device = torch.tensor(counts, device=control_device(self._peers))
+                counts = reduce_in_place(on_device, peers=self._peers).tolist()
             for bucket in self._buckets:
-                self._distribute(bucket)
+                self._distribute(bucket, counts)
             self.gradients.restore()
 
-    def _make_missing(self) -> None:
-        """Create gradients that this rank lacks and another rank has. Collective."""
-        gradients = self.gradients
-        has = [int(value is not None) for value in gradients.values]
-        counts = torch.tensor(has, device=control_device(self._peers))
-        for i, count in enumerate(reduce_in_place(counts, peers=self._peers).tolist()):
-            if count and gradients.values[i] is None:
-                p = gradients.parameters[i]
-                gradients.values[i] = torch.empty_like(p, dtype=dtype_of_gradient(p))
-
-    def _distribute(self, bucket: _Bucket) -> None:
-        """Copy means into gradients; gradients that cannot be overwritten are replaced by new ones."""
+    def _distribute(self, bucket: _Bucket, counts: list[int]) -> None:
+        """Copy means into gradients, if a rank has one; those that cannot be overwritten are replaced by new ones."""
         values = self.gradients.values
         fit = can_be_overwritten(values)
         parameters = [self.gradients.parameters[i] for i in bucket.indices]
@@ -390,11 +382,10 @@ class GradientExchange:
         _, *means = torch.split(bucket.message.div_(self._ranks * self._scale), sizes)
         for i, p, mean in zip(bucket.indices, parameters, means, strict=True):
             gradient = values[i]
-            if gradient is None:  # on all ranks
-                continue
-            if not fit[i]:
-                gradient = values[i] = torch.empty_like(p, dtype=dtype_of_gradient(p))
-            gradient.copy_(mean.view(p.shape))
+            if gradient is None or not fit[i]:
+                gradient = torch.empty_like(p, dtype=dtype_of_gradient(p))
+            if counts[i]:
+                values[i] = gradient.copy_(mean.view(p.shape))
 
 
 @functools.lru_cache(maxsize=256)

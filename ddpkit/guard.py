@@ -276,14 +276,13 @@ class StepGuard:
             return False
         self._batches = current_job.take_samples() or self._batches
         self._again = False
-        if error is None:
-            self._end(None)
-        else:
+        own = None
+        if error is not None:
             own = BadStep(_in_one_line(error), is_out_of_memory(error))
             log.warning("this rank could not take the step", exc_info=error)
             self._pass.undo()
             release(error)  # the exchange needs memory
-            self._end(own)
+        self._end(own)
         return True
 
     def _may_be_skipped(self, error: BaseException) -> bool:
