@@ -541,14 +541,14 @@ class Loader(DataLoader[Any]):
             return
         indices = loop.drawn.popleft()
         if not isinstance(self.sampler, DistributedEvalSampler):
-            current_job.tell_samples(indices)
+            current_job.add_samples(indices)
 
     def _count_step(self, loop: Loop) -> None:
         if self._resumable is not None and loop is self._counted:
             self._resumable.advance(self._shape.global_size)
         loop.batches += 1
         self._given = loop
-        current_job.tell(epoch=loop.epoch, batch=loop.batches)
+        current_job.set_progress(epoch=loop.epoch, batch=loop.batches)
 
     @property
     def _counted(self) -> Loop | None:

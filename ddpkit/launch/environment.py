@@ -206,7 +206,7 @@ def filled(env: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def meet_nobody(reading: Reading) -> None:
+def drop_address(reading: Reading) -> None:
     """Forget the address: jobs of one task may run side by side under one exported MASTER_PORT."""
     for field in MASTER:
         reading.values.pop(field, None)
