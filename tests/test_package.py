@@ -60,7 +60,7 @@ model = ddpkit.wrap_model(torch.nn.Linear(2, 1))
 first = ddpkit.Checkpointer("first")
 first.save(1, model=model)
 first.load_latest(model=model)
-is_sharded_loaded = ["ddpkit.sharded" in sys.modules]
+is_sharded_loaded = ["ddpkit.checkpoint.sharded" in sys.modules]
 plan = ddpkit.ScalePlan(2, 0.1, ddpkit.get_world_size())
 optimizer = torch.optim.SGD(model.parameters(), lr=plan.lr)
 saver = ddpkit.Checkpointer("runs")
@@ -74,7 +74,7 @@ ddpkit.teardown()
 loaded = sorted(name for name in sys.modules if name.split(".")[0] == "ddpkit")
 import torch.distributed.tensor
 ddpkit.Checkpointer("runs")  # what only sharded tensors need is loaded with the first of them at the latest
-is_sharded_loaded.append("ddpkit.sharded" in sys.modules)
+is_sharded_loaded.append("ddpkit.checkpoint.sharded" in sys.modules)
 print(json.dumps([loaded, is_sharded_loaded]))
 """
 

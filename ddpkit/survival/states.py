@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..checkpoint.files import check_saveable, from_bytes, to_bytes
-from ..checkpoint.states import find_stand_ins, take_out, tensors_of
+from ..checkpoint.states import find_placeholders, take_out, tensors_of
 from ..collectives.consistency import raise_everywhere
 from ..collectives.differences import explain_sharded
 from ..collectives.transfer import broadcast_bytes, broadcast_tensor
@@ -165,11 +165,11 @@ def share_data(mine: Any, src: int) -> Any:
             broadcast_tensor(flat_bytes(tensor), src)
         return mine
     given, on_cpu = from_bytes(data)
-    stand_ins = list(find_stand_ins("states", given).values())
-    size = sum(tensor.nbytes for tensor in stand_ins)
+    placeholders = list(find_placeholders("states", given).values())
+    size = sum(tensor.nbytes for tensor in placeholders)
     if size > most:
         raise LaunchError(f"Rank {src} sends states of {size} bytes, but this job's have at most {most}.")
-    for tensor, is_on_cpu in zip(stand_ins, on_cpu, strict=True):
+    for tensor, is_on_cpu in zip(placeholders, on_cpu, strict=True):
         device = torch.device("cpu") if is_on_cpu else current_job.get_device()
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         received = broadcast_tensor(flat_bytes(empty), src).view(tensor.dtype).reshape(tensor.shape)

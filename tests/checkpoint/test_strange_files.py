@@ -20,8 +20,8 @@ from torch import nn
 import ddpkit
 from ddpkit.checkpoint.checkpointer import Checkpointer
 from ddpkit.checkpoint.files import dump
+from ddpkit.checkpoint.sharded import write_pieces
 from ddpkit.errors import CheckpointError
-from ddpkit.sharded import write_pieces
 
 OURS = [".writer", "step-000000001.pt.tmp", "step-000000001.pt", "latest.tmp", "latest"]
 
