@@ -7,7 +7,8 @@ model may be wrapped differently when it is loaded.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -29,15 +30,15 @@ Description = tuple[str, list[list[tuple[int, ...]]]]  # of an object: see `desc
 _PLAIN = {int, float, bool, str, type(None)}  # a state of a random number generator has hundreds
 
 
-def walk(path: str, value: Any, with_plain: bool = True) -> Iterator[tuple[str, Any]]:
-    """Iterate over a nested value by path: each container before what it holds.
+def walk(path: str, value: Any, with_plain: bool = True) -> list[tuple[str, Any]]:
+    """List a nested value by path: each container before what it holds.
 
     Args:
         path: Path of the value.
         value: The value.
         with_plain: Whether to include numbers, strings and None in containers.
     """
-    yield path, value
+    found = [(path, value)]
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Mapping):
         items = value.items()
@@ -45,7 +46,8 @@ def walk(path: str, value: Any, with_plain: bool = True) -> Iterator[tuple[str, 
         items = enumerate(value)
     for key, inner in items:
         if with_plain or type(inner) not in _PLAIN:
-            yield from walk(path_to(path, key), inner, with_plain)
+            found += walk(path_to(path, key), inner, with_plain)
+    return found
 
 
 def tensors_of(name: str, value: Any) -> list[tuple[str, Any]]:
@@ -101,14 +103,14 @@ def map_leaves(path: str, state: Any, convert: Callable[[str, Any], Any]) -> Any
     for i, value in enumerate(state):
         if type(value) not in _PLAIN:
             values[i] = map_leaves(path_to(path, i), value, convert)
-    if all(new is old for new, old in zip(values, state, strict=True)):
+    if all(map(is_, values, state)):
         return state
     return type(state)(values)
 
 
 def _same_mapping(state: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     """Return a mapping like `state` with these items; `state` itself if they are its own."""
-    if all(new is old and items[new] is state[old] for new, old in zip(items, state, strict=True)):
+    if all(map(is_, items, state)) and all(map(is_, items.values(), state.values())):
         return state
     if isinstance(state, OrderedDict):
         copy = OrderedDict(items)
