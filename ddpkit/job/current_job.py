@@ -166,7 +166,7 @@ def peer_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        cause = mine and mine.explain(error, mine)
+        cause = mine and mine.explain(error)
         if cause:
             raise cause from error
         raise

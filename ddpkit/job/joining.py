@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from ..errors import LaunchError
-from ..join.causes import cause_of
 from ..join.members import Member, Members, usable_cores
 from ..join.rendezvous import complete_launch, join, raise_if_orphaned
 from ..join.session import Session
@@ -152,7 +151,6 @@ def _join(job: Job, opened: OpenStore, orphaned: Callable[[], str]) -> tuple[Ses
             listener.close()
         raise
     session = Session(store, me.rank, members.hosts, timeout, members.node_of, orphaned)
-    session.explain = cause_of
     session.store_host = opened.host or 0
     session.store_connections = connections_to(opened.store)
     job.session = session
