@@ -78,9 +78,9 @@ from .launch.ranks import (
 from .logging import RankFilter, get_logger
 from .parallel.gradients import accumulate, global_mean
 from .parallel.lr_scaling import ScalePlan, rule_for, scale_lr, warmup_factor
-from .parallel.models import unwrap_model
+from .parallel.models import clean_state_dict, unwrap_model
 from .parallel.replicas import check_replicas, sync_buffers
-from .parallel.wrap import clean_state_dict, wrap_model
+from .parallel.wrap import wrap_model
 
 if TYPE_CHECKING:
     from .checkpoint.checkpointer import Checkpointer
