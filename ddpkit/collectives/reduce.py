@@ -27,7 +27,7 @@ from .consistency import (
     raise_everywhere,
     reduce_in_place,
 )
-from .tree import Leaf, concatenate, rebuild, take_apart
+from .tree import Leaf, concatenate, describe
 
 OPS = ("sum", "mean", "min", "max")
 _EXTREMES = ("min", "max")
@@ -51,19 +51,19 @@ def reduce_tree(
             raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}.")
         if weight is not None:
             weight = _as_float(weight)
-        described = take_apart(call, value)
-        leaves = described.leaves
+        reducible = describe(call, value)
+        leaves = reducible.leaves
         if op != "mean":
             _check_ints(leaves, op, world_size)
     if world_size > 1:
         is_checked = check or weight is not None
-        plan = _make_plan(call, op, is_checked, described.paths, described.parts)
+        plan = _make_plan(call, op, is_checked, tuple(reducible.tree.paths), tuple(reducible.parts))
         results = _reduce(leaves, plan, op, weight, world_size, peers)
     elif weight == 0:
         raise _no_weight()
     else:
         results = [_reduce_alone(leaf, op) for leaf in leaves]
-    return rebuild(value, described, results)
+    return reducible.rebuild(results)
 
 
 class _Group(NamedTuple):

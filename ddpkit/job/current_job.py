@@ -160,9 +160,9 @@ def peer_errors() -> Iterator[None]:
         ... except PeerError as error:
         ...     print(f"rank {error.rank} failed")  # save what there is, then end
     """
-    mine = session()
-    if mine:
-        mine.failures.raise_if_known()  # even if the script swallowed its error
+    mine = None if job is None else job.session
+    if mine is not None and mine.failures.known:  # even if the script swallowed its error
+        raise mine.failures.known.to_error()
     try:
         yield
     except RuntimeError as error:

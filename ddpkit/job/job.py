@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..arguments import as_integer, check_timeout
 from ..launch import ranks
 from ..launch.launch import Launch
-from ..torch_internals import current_group, no_group
+from ..torch_internals import no_group
 
 if TYPE_CHECKING:
     from ..join.session import Session
@@ -279,7 +279,7 @@ class Job:
 
     def is_current(self) -> bool:
         """Return whether its group is the current one; always true on one process."""
-        group = current_group()
+        group = dist.group.WORLD  # `current_group()`; it is asked in each collective
         if group is None:
             return self.session is None
         return self.group() is group

@@ -101,7 +101,8 @@ def setup(
     job = current_job.job
     if job is None or not job.is_current():
         return _begin(asked).context
-    _refuse_forked(job)
+    if job.session is not None and not job.session.is_own:
+        raise LaunchError(_FORKED)
     if asked.backend not in (None, job.asked.backend, job.context.backend):
         raise ValueError(f"setup() was called before, with another backend:\n{job.context}")
     device, local_rank = job.context.device, job.context.local_rank
@@ -145,11 +146,6 @@ def _check_place(said: Launch | None, found: Launch) -> None:
             f"This process is already rank {found.rank} of {found.world_size}, but setup() was passed rank {said.rank} "
             f"of {said.world_size}."
         )
-
-
-def _refuse_forked(job: Job) -> None:
-    if job.session is not None and not job.session.is_own:
-        raise LaunchError(_FORKED)
 
 
 def _begin(asked: Options, opened: OpenStore | None = None, lost: Callable[[], str] | None = None) -> Job:
@@ -432,12 +428,13 @@ def enter_collective() -> Session | None:
     job = current_job.job
     if job is None or not job.is_current():
         job = _join_group()
-    if job is None:
+    session = None if job is None else job.session
+    if job is None or session is None:
         return None
-    _refuse_forked(job)
-    if not current_job.has_peers():
+    if session.pid != os.getpid():
+        raise LaunchError(_FORKED)
+    if job.context.world_size == 1:
         return None
-    session = current_job.current_session()
     session.acted_at = time.monotonic()
     if threading.current_thread() is not job.caller:
         _check_thread(job, threading.current_thread())

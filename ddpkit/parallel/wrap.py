@@ -199,8 +199,10 @@ def _describe(tensors: dict[str, Tensor]) -> dict[str, str]:
 
 def _remember_frozen(model: M) -> M:
     """Make a model's forward raise once a parameter that is frozen now needs a gradient."""
+    if all(parameter.requires_grad for parameter in model.parameters()):
+        return model
     frozen = [(name, parameter) for name, parameter in named_parameters(model) if not parameter.requires_grad]
-    if frozen and not isinstance(model, torch.jit.ScriptModule):  # it takes no such hook
+    if not isinstance(model, torch.jit.ScriptModule):  # it takes no such hook
         model.register_forward_pre_hook(functools.partial(_check_frozen, frozen))
     return model
 
