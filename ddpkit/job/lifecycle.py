@@ -31,7 +31,7 @@ from ..launch.process_tree import unnested_launch
 from ..torch_internals import groups, in_autograd_thread
 from . import current_job
 from .device import bind_device, choose_device, is_same_device
-from .job import ChooseDevice, Context, Job, OpenStore, Options, check_launch, checked_options, context_of
+from .job import ChooseDevice, Context, Job, OpenStore, Options, check_launch, context_of
 from .leaving import destroy_group, ended_well, fill_error_file, last_error, publish
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def setup(
     """
     check_launch(launch)
     try:
-        asked = checked_options(backend, device, timeout, num_threads, watch, launch)
+        asked = Options(backend, device, timeout, num_threads, watch, launch)
     except (TypeError, ValueError) as error:
         if current_job.job is None and not dist.is_initialized():
             import_module(".refusal", __package__).tell_peers(error, launch)
