@@ -8,7 +8,6 @@ import gc
 import logging
 import multiprocessing.util
 import os
-import re
 import sys
 import threading
 import time
@@ -28,7 +27,7 @@ from ..errors import DdpkitError, LaunchError, NotSetUpError, report_of
 from ..launch import ranks
 from ..launch.launch import Launch
 from ..launch.process_tree import unnested_launch
-from ..torch_internals import groups, in_autograd_thread
+from ..torch_internals import groups, in_autograd_thread, torch_is_before
 from . import current_job
 from .device import bind_device, choose_device, is_same_device
 from .job import ChooseDevice, Context, Job, OpenStore, Options, check_launch, context_of
@@ -44,7 +43,7 @@ _parting: Job | None = None  # the job that this process is leaving, whose group
 _apart = ""  # the caller of the current block without communication, if any
 _children_keep_groups = False  # whether the fork hook is registered, which cannot be undone
 _callers = threading.Lock()  # held while the thread that calls a job's collectives is chosen
-_OLDEST_TORCH = (2, 6)  # the first with torch.accelerator; also in pyproject.toml
+_OLDEST_TORCH = "2.6"  # the first with torch.accelerator; also in pyproject.toml
 _FORKED = "This process was forked from a rank and is not one itself; start ranks with a launcher or ddpkit.spawn()."
 
 
@@ -201,10 +200,8 @@ def _begin(asked: Options, opened: OpenStore | None = None, lost: Callable[[], s
 
 def check_torch(version: str = torch.__version__) -> None:
     """Raise if torch is too old: vendors' builds often bypass pip's own check."""
-    release = [int(number) for number in re.findall("[0-9]+", version)[:2]]
-    if tuple(release) < _OLDEST_TORCH:
-        oldest = ".".join(map(str, _OLDEST_TORCH))
-        raise LaunchError(f"ddpkit needs torch {oldest} or newer, found {version}.")
+    if torch_is_before(_OLDEST_TORCH, version):
+        raise LaunchError(f"ddpkit needs torch {_OLDEST_TORCH} or newer, found {version}.")
 
 
 def checked_launch(asked: Options) -> Launch:
