@@ -481,7 +481,7 @@ class LocalPass:
             self._stack.enter_context(model.no_sync())
             model.require_forward_param_sync = False  # its buffers
             self._stack.callback(setattr, model, "require_forward_param_sync", True)
-        self._stack.enter_context(lifecycle.apart(self._call))
+        self._stack.enter_context(lifecycle.no_collectives(self._call))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -56,7 +56,7 @@ def barrier(name: str | None = None, timeout: timedelta | None = None, *, group:
     if timeout is not None:
         with _report_failure(session, key, subset):  # the others pass a valid time-out
             check_timeout(timeout)
-    session.meet(key, timeout, ranks=subset)
+    session.barrier(key, timeout, ranks=subset)
 
 
 @contextmanager
@@ -121,7 +121,7 @@ def main_process_first(local: bool = False) -> Iterator[None]:
         return
     with _report_failure(session, key):
         yield
-    session.meet(key)
+    session.barrier(key)
 
 
 def run_on_main(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -160,7 +160,7 @@ def run_on_main(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     with _report_failure(session, key):
         value = fn(*args, **kwargs)
         data = pickled(call, value)
-    session.meet(key)  # on the store, so that no rank is late for the process group
+    session.barrier(key)  # on the store, so that no rank is late for the process group
     broadcast_bytes(call, data, 0)
     return value
 
@@ -208,7 +208,7 @@ def stop_together(flag: bool) -> bool:
     with session.bounded(session.timeout):
         if wants:
             session.store.add(counter, 1)
-        session.meet(key, used=used)
+        session.barrier(key, used=used)
         return session.store.add(counter, 0) > 0
 
 
@@ -232,7 +232,7 @@ def _meet(session: Session, key: str, timeout: timedelta | None = None) -> None:
     Otherwise they would go separate ways.
     """
     try:
-        session.meet(key, timeout)
+        session.barrier(key, timeout)
     except PeerError as error:
         raise like_original(error) from None
 
@@ -243,5 +243,5 @@ def _report_failure(session: Session, key: str, subset: Ranks | None = None) -> 
     try:
         yield
     except BaseException as error:
-        session.meet(key, error=error, ranks=subset)
+        session.barrier(key, error=error, ranks=subset)
         raise

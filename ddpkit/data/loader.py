@@ -555,14 +555,14 @@ class Loader(DataLoader[Any]):
             return
         indices = loop.drawn.popleft()
         if not isinstance(self.sampler, DistributedEvalSampler):
-            current_job.tell_samples(indices)
+            current_job.add_samples(indices)
 
     def _count_step(self, loop: Loop) -> None:
         if self._resumable is not None and self._is_counted(loop):
             self._resumable.advance(self._shape.global_size)
         loop.batches += 1
         self._given = loop
-        current_job.tell(epoch=loop.epoch, batch=loop.batches)
+        current_job.set_progress(epoch=loop.epoch, batch=loop.batches)
 
     def _is_counted(self, loop: Loop) -> bool:
         # torch's sampler.set_epoch() bypasses ours

@@ -23,7 +23,7 @@ job: Job | None = None
 on_join: list[Callable[[], None]] = []
 on_leave: list[Callable[[], None]] = []
 open_stores: dict[Any, Any] = {}  # stores that this process hosts for a later join, by the launcher's address
-watch_starter: Any = None  # set by the watch, which is imported if `setup(watch=True)` finds several ranks
+start_watch: Any = None  # set by the watch, which is imported if `setup(watch=True)` finds several ranks
 # what the latest training loop has used: "backward" of averaged gradients, a loader's "weight", "gather_batch"; and the
 # count that this rank gave "global_mean" last
 weighting: dict[str, float] = {}
@@ -172,15 +172,15 @@ def peer_errors() -> Iterator[None]:
         raise
 
 
-def tell(**progress: int) -> None:
+def set_progress(**progress: int) -> None:
     """Record the script's progress, for reports of what the ranks are doing."""
     mine = session()
     if mine is not None:
-        mine.told = {name: int(number) for name, number in progress.items()}
+        mine.progress = {name: int(number) for name, number in progress.items()}
         mine.acted_at = time.monotonic()
 
 
-def tell_samples(indices: Sequence[object]) -> None:
+def add_samples(indices: Sequence[object]) -> None:
     """Record the samples of the batch that a loader returns, or could not make."""
     _batches.append(indices)
 

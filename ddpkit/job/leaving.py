@@ -29,7 +29,7 @@ def publish(error: BaseException, session: Session, watch: Any) -> None:
             watch.tell(failure)
         session.failures.announce(failure)
         session.failures.known = failure
-    session.failures.settled = True
+    session.failures.muted = True
 
 
 def ended_well(error: BaseException) -> bool:

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _hooks_left: tuple[Any, Any] | None = None  # torch's exception hook, still installed, and the one before it
-_parting: Job | None = None  # the job that this process is leaving, whose group no thread may adopt
-_apart = ""  # the caller of the current block without communication, if any
+_leaving: Job | None = None  # the job that this process is leaving, whose group no thread may adopt
+_forbidden_by = ""  # the caller of the current block without communication, if any
 _children_keep_groups = False  # whether the fork hook is registered, which cannot be undone
 _callers = threading.Lock()  # held while the thread that calls a job's collectives is chosen
 _OLDEST_TORCH = "2.6"  # the first with torch.accelerator; also in pyproject.toml
@@ -284,7 +284,7 @@ def _leave(at_exit: bool = False, lingers: bool = True) -> None:
         at_exit: Whether the process is exiting; its exit code then tells whether this rank failed.
         lingers: Whether the store's host waits for ranks that still need it.
     """
-    global _parting
+    global _leaving
     job = current_job.job
     if job is not None:
         for hook in current_job.on_leave:
@@ -292,19 +292,19 @@ def _leave(at_exit: bool = False, lingers: bool = True) -> None:
         job.undo_changes()
     session = None if job is None else job.own_session()
     if session is not None:
-        session.failures.settled = True  # nothing is raised in here
-        _parting = job
+        session.failures.muted = True  # nothing is raised in here
+        _leaving = job
     current_job.job = None
     ranks.set_launch(None)
     if job is None or session is None:
         return
     try:
-        _part(job, session, at_exit, lingers)
+        _shut_down(job, session, at_exit, lingers)
     finally:
-        _parting = None
+        _leaving = None
 
 
-def _part(job: Job, session: Session, at_exit: bool, lingers: bool) -> None:
+def _shut_down(job: Job, session: Session, at_exit: bool, lingers: bool) -> None:
     """Leave a job of several ranks, which this process shows no more."""
     _put_hook_back(job)
     atexit.unregister(_at_exit)
@@ -312,7 +312,7 @@ def _part(job: Job, session: Session, at_exit: bool, lingers: bool) -> None:
         job.finalizer.cancel()
     failed = session.failures.known is not None
     if failed:
-        session.cut_connections(settled=True)
+        session.cut_connections(flush=True)
         if not job.hosts_store:  # a DDP model may hold its port
             current_job.open_stores.clear()
     if job.watch:
@@ -320,7 +320,7 @@ def _part(job: Job, session: Session, at_exit: bool, lingers: bool) -> None:
     destroy_group(job, session)  # before lingering: it frees ranks that wait for this one
     session.leave(lingers and job.hosts_store)
     if job.watch and at_exit:
-        job.watch.hand_over()
+        job.watch.detach()
 
 
 def _put_hook_back(job: Job) -> None:
@@ -417,10 +417,10 @@ def enter_collective() -> Session | None:
         DdpkitError: In a block without communication; in a second thread.
         NotSetUpError: If several processes were launched but not set up, or their group was destroyed or replaced.
     """
-    if _apart:
+    if _forbidden_by:
         raise DdpkitError(
-            f"Collectives cannot run inside a block of {_apart}: the others would wait for a rank that raises there. "
-            "Call them before or after the block."
+            f"Collectives cannot run inside a block of {_forbidden_by}: the others would wait for a rank that "
+            "raises there. Call them before or after the block."
         )
     job = current_job.job
     if job is None or not job.is_current():
@@ -470,15 +470,15 @@ def _check_thread(job: Job, thread: threading.Thread) -> None:
 
 
 @contextmanager
-def apart(call: str) -> Iterator[None]:
+def no_collectives(call: str) -> Iterator[None]:
     """Forbid ddpkit's communication in a block in which one rank may raise alone; blocks cannot be nested."""
-    global _apart
+    global _forbidden_by
     enter_collective()
-    _apart = call
+    _forbidden_by = call
     try:
         yield
     finally:
-        _apart = ""
+        _forbidden_by = ""
 
 
 def _join_group() -> Job | None:
@@ -491,7 +491,7 @@ def _join_group() -> Job | None:
             "end of the job, instead of dist.destroy_process_group(); to continue, call ddpkit.setup() again on all "
             "ranks, or on all of the new group."
         )
-    if _parting is not None and _parting.is_current():
+    if _leaving is not None and _leaving.is_current():
         raise NotSetUpError("This process is leaving its job in another thread, so it can call no more collectives.")
     if dist.is_initialized():
         job = _begin(Options(watch=False))

@@ -23,7 +23,7 @@ from ..errors import BarrierTimeoutError, DdpkitError, PeerError, printable
 from ..parsing import parse, refuse_text
 from ..torch_internals import gloo_address
 from .failures import FAILURE, Failure, Failures, cause_of
-from .sockets import SETTLE, cut, sockets_beside
+from .sockets import FLUSH_SECONDS, cut, sockets_beside
 from .store import Pause, call_with_timeout, read_long, read_text, read_texts, write_long
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class Session:
         hosts: Host name of each rank.
         timeout: Default time-out of each wait.
         nodes: Node of each rank, for comparison: several may have one host name.
-        orphaned: Returns the fate of the process that must outlive this one, "" while it lives.
+        peer_lost: Returns the fate of the process that must outlive this one, "" while it lives.
 
     Attributes:
         pid: Process that joined; others are forked from it.
@@ -67,7 +67,7 @@ class Session:
         hosts: Sequence[str],
         timeout: timedelta,
         nodes: Sequence[object],
-        orphaned: Callable[[], str],
+        peer_lost: Callable[[], str],
     ) -> None:
         self.store = store
         self.rank = rank
@@ -75,9 +75,9 @@ class Session:
         self.timeout = timeout
         self.nodes = nodes
         self.store_host = 0
-        self.failures = Failures(store, rank, hosts, orphaned)
+        self.failures = Failures(store, rank, hosts, peer_lost)
         self.watch: Callable[[], Any] = _no_watch
-        self.told: dict[str, int] = {}
+        self.progress: dict[str, int] = {}
         self.waits = ""
         self.waits_for = ""
         self.acted_at = time.monotonic()
@@ -101,9 +101,9 @@ class Session:
         """Store the connections of a gloo group, to be cut after the job has failed."""
         self.connections |= sockets_beside(gloo_address(group))
 
-    def cut_connections(self, settled: bool = False) -> None:
+    def cut_connections(self, flush: bool = False) -> None:
         """Cut the process group's connections, which ends collectives; optionally after time for others to finish."""
-        cut(self.connections, SETTLE if settled else 0.0)
+        cut(self.connections, FLUSH_SECONDS if flush else 0.0)
 
     def count(self, name: str, ranks: Ranks | None = None) -> str:
         """Make a key for the n-th use of a name; all ranks count alike, because all of `ranks` take part."""
@@ -113,7 +113,7 @@ class Session:
             name += f" of ranks {', '.join(map(str, ranks))}"
         return f"{name}/{number}"
 
-    def meet(
+    def barrier(
         self,
         key: str,
         timeout: timedelta | None = None,
@@ -162,7 +162,7 @@ class Session:
 
         with self.bounded(timeout):
             self.store.set(mine, printable(text))
-            self.meet(key, timeout, used=[mine], ranks=ranks)
+            self.barrier(key, timeout, used=[mine], ranks=ranks)
             if self.rank == first:
                 texts = read_texts(self.store, [f"{key}/from/{rank}" for rank in everyone])
                 self._used[ranks] += write_long(self.store, answer, _shorten(texts))

@@ -211,7 +211,7 @@ def shown(name: str, env: Mapping[str, str]) -> str:
     return printable(f"{name}={env[name]}")[:_VARIABLE_LENGTH]
 
 
-def meet_nobody(reading: Reading) -> None:
+def drop_address(reading: Reading) -> None:
     """Forget the address: jobs of one task may run side by side under one exported MASTER_PORT."""
     for field in MASTER:
         reading.values.pop(field, None)

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from ..errors import DdpkitError
 from ..join.failures import GRACE
 from ..join.session import Session
-from ..join.sockets import SETTLE
+from ..join.sockets import FLUSH_SECONDS
 
 _NEVER = float("inf")
 _OWN_END = (KeyboardInterrupt, SystemExit)  # a peer's failure would replace it: Ctrl-C and SIGTERM reach all ranks
@@ -105,7 +105,7 @@ class MainThread:
 
     def ignores_signal(self) -> bool:
         """Return whether the handler has not run, so that the thread is in a call that should have ended."""
-        is_late = time.monotonic() > self._first_signal_at + 2 * SETTLE
+        is_late = time.monotonic() > self._first_signal_at + 2 * FLUSH_SECONDS
         return is_late and self._handler_ran_at < self._first_signal_at
 
     def waits_for_store(self) -> bool:
@@ -150,7 +150,7 @@ class MainThread:
 
     def _raise(self, signum: int, frame: FrameType | None) -> None:
         failures = self._session.failures
-        if failures.known is None or failures.settled or not self._session.is_own:
+        if failures.known is None or failures.muted or not self._session.is_own:
             return
         self._handler_ran_at = time.monotonic()
         if self.handles_failure():

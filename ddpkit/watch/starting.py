@@ -68,4 +68,4 @@ def _watch_address(session: Session, rank: int, timeout: timedelta) -> tuple[str
     return address, port
 
 
-current_job.watch_starter = start_watch
+current_job.start_watch = start_watch

@@ -112,15 +112,15 @@ class WatchThread(threading.Thread):
     def tell(self, failure: Failure) -> None:
         """Tell the other ranks that this one has failed."""
         self._failures.known = failure
-        self._failures.settled = True
+        self._failures.muted = True
         self._tell_others(failure)
         self._connections.settle(_LAST_WORDS)
 
     def close(self, tells_code: bool = False) -> None:
-        """Leave: from now on, the end of a connection is not a failure. First set `failures.settled`.
+        """Leave: from now on, the end of a connection is not a failure. First set `failures.muted`.
 
         Args:
-            tells_code: Whether the process exits, and `hand_over()`, called last, lets it send its exit code.
+            tells_code: Whether the process exits, and `detach()`, called last, lets it send its exit code.
         """
         if tells_code:
             self._keeps = True
@@ -132,7 +132,7 @@ class WatchThread(threading.Thread):
         self.join(_LAST_WORDS)
         self._main_thread.close()
 
-    def hand_over(self) -> None:
+    def detach(self) -> None:
         """Let the exit of the process send its exit code: unless it is 0, this rank has failed."""
         if self._keeps and not self.is_alive():
             send_exit_code(self._connections.give_away())
@@ -160,9 +160,9 @@ class WatchThread(threading.Thread):
         if self._failures.known is not None:
             self._tell_others(self._failures.known)  # the main thread may have found it in the store
         if self._failures.known is None:
-            orphan = self._failures.orphan()
-            if orphan:
-                self._on_failure(Failure.of(self._session.rank, orphan))
+            lost_peer = self._failures.lost_peer()
+            if lost_peer:
+                self._on_failure(Failure.of(self._session.rank, lost_peer))
         for rank, deadline in list(self._failures.exiting.items()):
             if time.monotonic() > deadline:
                 self._on_departure(rank, rank)
@@ -172,7 +172,7 @@ class WatchThread(threading.Thread):
         self._agree_to_stop()
 
     def _pause(self) -> float:
-        if self._failures.known is None or self._failures.settled:
+        if self._failures.known is None or self._failures.muted:
             return _TICK
         return min(_TICK_FAILED, max(0.0, self._main_thread.next_signal_at - time.monotonic()))
 
@@ -293,7 +293,7 @@ class WatchThread(threading.Thread):
         with self._harmless():
             session = self._session
             seconds = time.monotonic() - session.acted_at
-            self._on_activity(describe_main_thread(session.rank, session.told, session.waits, seconds))
+            self._on_activity(describe_main_thread(session.rank, session.progress, session.waits, seconds))
         if session.rank > 0:
             self._has_answered.set()
 
@@ -396,7 +396,7 @@ class WatchThread(threading.Thread):
         if failure is None:
             return
         main_thread = self._main_thread
-        if self._failures.settled or main_thread.has_ended():
+        if self._failures.muted or main_thread.has_ended():
             main_thread.stop_signals()
             return
         main_thread.signal_after(self._delay(failure))

@@ -44,16 +44,16 @@ def _play(rank: int, ranks: int, port: int, start: Any, ends: list[float]) -> No
     marks.append(time.time())
     prefixed, members = join(store, Member(rank, ranks, None, True), _TIMEOUT)
     marks.append(time.time())
-    session = Session(prefixed, rank, members.hosts, _TIMEOUT, members.node_of, orphaned=str)
-    for step in (lambda: session.meet(session.count("barrier")),) * 2 + (lambda: session.exchange("fine"),):
+    session = Session(prefixed, rank, members.hosts, _TIMEOUT, members.node_of, peer_lost=str)
+    for step in (lambda: session.barrier(session.count("barrier")),) * 2 + (lambda: session.exchange("fine"),):
         step()
         marks.append(time.time())
     with closing(_watch(session, ranks, members.token)) as connections:
-        session.meet(session.count("watch"))
+        session.barrier(session.count("watch"))
         marks.append(time.time())
         _hear_of_failure(connections, rank, ranks)
         marks.append(time.time())
-        session.meet(session.count("end"))
+        session.barrier(session.count("end"))
     for number, mark in enumerate(marks):
         ends[number] = max(ends[number], mark)
 

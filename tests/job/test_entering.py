@@ -87,5 +87,5 @@ def test_a_collective_is_refused_where_ranks_do_not_communicate(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with lifecycle.apart("a test"), pytest.raises(DdpkitError, match="inside a block of a test"):
+    with lifecycle.no_collectives("a test"), pytest.raises(DdpkitError, match="inside a block of a test"):
         CALLS[name]()

@@ -89,7 +89,7 @@ class Survivor:
         with self._joining():
             session, members, listener = startup._join(job, opened, lost)
             startup._start_watch(job, session, members, listener, opened)
-            session.meet(session.count("group made"))  # as gloo connects each rank with each
+            session.barrier(session.count("group made"))  # as gloo connects each rank with each
         job.hosts_store = rank == store_host
         self._enter(members.token)
         return job.context
@@ -149,7 +149,7 @@ def _broadcast(value: Any, src: int) -> Any:
 def _barrier() -> None:
     session = _mine().session
     if session is not None:
-        session.meet(session.count("barrier"))
+        session.barrier(session.count("barrier"))
 
 
 def put_in_place() -> None:
