@@ -19,7 +19,7 @@ from .errors import BadStepError, DdpkitError, describe_error, message_of, print
 from .gradient_exchange import Gradients, LocalPass, all_finite, begin_exchange
 from .job import current_job, lifecycle
 from .job.job import ranks_of, subset_of
-from .join.failures import is_of_broken_collective
+from .join.causes import is_of_broken_collective
 from .parsing import parse
 from .torch_internals import is_from_worker, is_of_broken_loader
 

@@ -166,7 +166,7 @@ def peer_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        cause = mine and mine.explain(error)
+        cause = mine and mine.explain(error, mine)
         if cause:
             raise cause from error
         raise

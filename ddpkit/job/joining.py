@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import LaunchError
+from ..join.causes import cause_of
 from ..join.members import Member, Members, usable_cores
 from ..join.rendezvous import complete_launch, join, raise_if_peer_lost
 from ..join.session import Session
@@ -153,6 +154,7 @@ def _join(job: Job, opened: OpenStore, peer_lost: Callable[[], str]) -> tuple[Se
             listener.close()
         raise
     session = Session(store, me.rank, members.hosts, timeout, members.node_of, peer_lost)
+    session.explain = cause_of
     session.store_host = opened.host or 0
     session.store_connections = connections_to(opened.store)
     job.session = session

@@ -531,7 +531,7 @@ def _report(error: BaseException) -> BaseException:
         suggest_option(error)
     job = current_job.job
     if job is not None and job.session is not None and job.session.is_own:
-        error = job.session.explain(error) or error
+        error = job.session.explain(error, job.session) or error
         publish(error, job.session, job.watch)
     fill_error_file(error)
     return error

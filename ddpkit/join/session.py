@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ..errors import BarrierTimeoutError, DdpkitError, PeerError, printable
 from ..parsing import parse, refuse_text
 from ..torch_internals import gloo_address
-from .failures import FAILURE, Failure, Failures, cause_of
+from .failures import FAILURE, Failure, Failures
 from .sockets import FLUSH_SECONDS, cut, sockets_beside
 from .store import Pause, call_with_timeout, read_long, read_text, read_texts, write_long
 
@@ -34,6 +34,10 @@ Ranks = tuple[int, ...]  # some of a job's ranks, in an order that they all know
 
 
 def _no_watch() -> None:
+    return None
+
+
+def _no_cause(error: BaseException, session: Session) -> None:
     return None
 
 
@@ -52,6 +56,7 @@ class Session:
         pid: Process that joined; others are forked from it.
         store_host: The rank that hosts the store, if any.
         watch: Weak reference: returns the thread that can ask the other ranks, as long as it exists.
+        explain: Explains why a collective broke.
         told: Progress of the script.
         waits: The wait for all ranks in which the main thread is; "" while it asks the store, whose answer may end it.
         waits_for: The barrier of all ranks for which the main thread asks the store; "" if there is none.
@@ -77,6 +82,7 @@ class Session:
         self.store_host = 0
         self.failures = Failures(store, rank, hosts, peer_lost)
         self.watch: Callable[[], Any] = _no_watch
+        self.explain: Callable[[BaseException, Session], DdpkitError | None] = _no_cause
         self.progress: dict[str, int] = {}
         self.waits = ""
         self.waits_for = ""
@@ -256,10 +262,6 @@ class Session:
             words = f"the connection to the store, which it or torchrun hosts, broke: {error}"
             host = self.store_host
             raise self.find_cause(host) or PeerError(host, self.hosts[host], "lost", words) from error
-
-    def explain(self, error: BaseException) -> DdpkitError | None:
-        """Explain why a collective broke; None if it did not, or nobody knows."""
-        return cause_of(error, self)
 
     def find_cause(self, host: int | None = None) -> DdpkitError | None:
         """Wait until it is known which rank failed or left and so broke a connection. None if none did.

@@ -22,7 +22,7 @@ from ..errors import DdpkitError, LaunchError, PeerError
 from ..job import current_job, lifecycle
 from ..job.job import ChooseDevice, Context, Options
 from ..job.joining import hosted_store
-from ..join.failures import lost_peer_of
+from ..join.causes import lost_peer_of
 from ..join.store import call_with_timeout
 from ..launch import ranks
 from ..watch import stop_agreement

@@ -26,7 +26,7 @@ from ddpkit import job, join, survival, watch
 from ddpkit.errors import LaunchError
 from ddpkit.job import joining as startup
 from ddpkit.job import refusal as declining
-from ddpkit.join import failures, session, sockets
+from ddpkit.join import causes, session, sockets
 from ddpkit.join import members as member
 from ddpkit.survival import regrouping
 from ddpkit.watch import connections, main_thread, starting, thread
@@ -388,5 +388,5 @@ def put_in_place() -> None:
     startup.connections_to = lambda store: {store.cut}
     startup.current_group = lambda: None
     startup.reference = lambda _: lambda: None
-    failures.current_group = lambda: None
-    failures.other_groups_were_made = lambda: False
+    causes.current_group = lambda: None
+    causes.other_groups_were_made = lambda: False

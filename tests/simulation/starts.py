@@ -237,7 +237,7 @@ def report(job: Job, error: BaseException) -> BaseException:
     """Do as `lifecycle.report()`."""
     session = job.session
     assert session is not None
-    cause = session.explain(error) or error
+    cause = session.explain(error, session) or error
     leaving.publish(cause, session, job.watch)
     return cause
 

@@ -159,13 +159,14 @@ def put_in_place() -> None:
         teardown=lambda: _mine().leave(),
         leave_to_rejoin=lambda: _mine().leave_to_rejoin(),
         rejoin=lambda *args: _mine().rejoin(*args),
-        enter_collective=lambda: _mine().session,
+        joined=lambda: _mine().session is not None,
         report=lambda error: _mine().report(error),
     )
     survival.current_job = SimpleNamespace(
         owns_group=lambda: True,
         hold_failures=_hold,
         asked_options=lambda: _mine().job.asked,
+        current_session=lambda: _mine().session,
         has_unfinished=lambda: False,
         session=lambda: _mine().session,
         finish=lambda: None,
