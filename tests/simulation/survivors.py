@@ -159,14 +159,13 @@ def put_in_place() -> None:
         teardown=lambda: _mine().leave(),
         leave_to_rejoin=lambda: _mine().leave_to_rejoin(),
         rejoin=lambda *args: _mine().rejoin(*args),
-        joined=lambda: _mine().session is not None,
+        enter_collective=lambda: _mine().session,
         report=lambda error: _mine().report(error),
     )
     survival.current_job = SimpleNamespace(
         owns_group=lambda: True,
         hold_failures=_hold,
         asked_options=lambda: _mine().job.asked,
-        current_session=lambda: _mine().session,
         has_unfinished=lambda: False,
         session=lambda: _mine().session,
         finish=lambda: None,
