@@ -34,6 +34,7 @@ Example:
     >>> ddpkit.teardown()
 """
 
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,7 @@ from .errors import (
     PeerError,
     ReplicaMismatchError,
 )
+from .job import current_job
 from .job.current_job import get_data_parallel_rank, get_data_parallel_world_size, get_device, peer_errors
 from .job.job import Context
 from .job.lifecycle import distributed, setup, teardown
@@ -203,6 +205,8 @@ _LOADED_AT_USE = {  # names that most scripts do not need; listed above, too, fo
     "survive": "survival.survive",
     "DistributedWeightedSampler": "weighted",
 }
+
+current_job.load_watch = partial(import_module, "ddpkit.watch.starting")  # job/ imports nothing optional
 
 if not TYPE_CHECKING:  # a type checker would take every name for valid
 

@@ -173,7 +173,7 @@ def _begin(asked: Options, opened: OpenStore | None = None, lost: Callable[[], s
             _let_children_keep_groups()
             joining = import_module(".joining", __package__)
             if asked.watch:  # imported before the ranks meet, because they need it then
-                import_module("ddpkit.watch.starting")
+                current_job.load_watch()
             joining.assemble(job, opened, lost)
             _install_hooks(job)
     except BaseException as error:
