@@ -34,6 +34,7 @@ Example:
     >>> ddpkit.teardown()
 """
 
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,7 @@ from .errors import (
     PeerError,
     ReplicaMismatchError,
 )
+from .job import current_job
 from .job.current_job import get_data_parallel_rank, get_data_parallel_world_size, get_device, peer_errors
 from .job.job import Context
 from .job.lifecycle import distributed, setup, teardown
@@ -78,9 +80,9 @@ from .launch.ranks import (
 from .logging import RankFilter, get_logger
 from .parallel.gradients import accumulate, global_mean
 from .parallel.lr_scaling import ScalePlan, rule_for, scale_lr, warmup_factor
-from .parallel.models import unwrap_model
+from .parallel.models import clean_state_dict, unwrap_model
 from .parallel.replicas import check_replicas, sync_buffers
-from .parallel.wrap import clean_state_dict, wrap_model
+from .parallel.wrap import wrap_model
 
 if TYPE_CHECKING:
     from .checkpoint.checkpointer import Checkpointer
@@ -201,6 +203,8 @@ _LOADED_AT_USE = {  # names that most scripts do not need; listed above, too, fo
     "Attempt": "survival.survive",
     "survive": "survival.survive",
 }
+
+current_job.load_watch = partial(import_module, "ddpkit.watch.thread")  # job/ imports nothing optional
 
 if not TYPE_CHECKING:  # a type checker would take every name for valid
 

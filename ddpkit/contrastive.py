@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from .collectives.consistency import check_fingerprint, communication_device, fingerprint_of, raise_everywhere
 from .collectives.groups import Group, peers_of
 from .collectives.transfer import as_rows, fingerprint_of_rows, from_rows, gather_rows, tensor_leaves
-from .collectives.tree import replace_leaves
+from .collectives.tree import Tree
 from .job import current_job, lifecycle
 from .job.job import Peers, group_of, ranks_of, subset_of
 from .launch import ranks
@@ -76,7 +76,8 @@ def gather_batch(value: T, *, check: bool = True, group: Group | None = None) ->
     call = "gather_batch(value)"
     current_job.weighting["gather_batch"] = 1
     with raise_everywhere(call, peers):
-        tensors = tensor_leaves(call, value)
+        tree = Tree(value)
+        tensors = tensor_leaves(call, tree)
         for path, tensor in tensors.items():
             if not tensor.dim():
                 raise ValueError(f"{call} joins rows, but {path} has no dimensions. Pass value.unsqueeze(0).")
@@ -85,7 +86,7 @@ def gather_batch(value: T, *, check: bool = True, group: Group | None = None) ->
     else:
         fingerprint = fingerprint_of_rows(call, tensors)
         joined = _Joined.apply(call, fingerprint, peers, check, *tensors.values())  # type: ignore[no-untyped-call]
-    return replace_leaves(value, iter(joined))  # type: ignore[no-any-return]
+    return tree.rebuild(joined)  # type: ignore[no-any-return]
 
 
 class _Joined(torch.autograd.Function):

@@ -74,13 +74,14 @@ def add_up(fingerprint: str, numbers: Sequence[float] | Numbers, peers: Peers | 
     is_inline = len(numbers) <= PAYLOAD
     if is_inline:
         payload[:] = numbers
-    block[:_CHECK], expected = _check_numbers(fingerprint, len(ranks_of(peers)))
+    everyone = ranks_of(peers)
+    block[:_CHECK], expected = _check_numbers(fingerprint, len(everyone))
     if type(torch.from_numpy(block)) is not Tensor:  # it would not be sent, and the other ranks would wait
         raise TypeError("Collectives cannot run under FakeTensorMode. Call them outside it.")
     session.waits = "check" if peers is None else ""
     try:
         with current_job.peer_errors():
-            _sum_over_ranks(block, peers)
+            _sum_over_ranks(block, everyone, peers)
     finally:
         session.waits = ""
     if block[:_CHECK].tobytes() != expected:
@@ -133,9 +134,9 @@ def control_device(peers: Peers | None) -> torch.device:
     return torch.device("cpu") if current_job.job is None else current_job.job.control
 
 
-def _sum_over_ranks(block: Numbers, peers: Peers | None) -> None:
+def _sum_over_ranks(block: Numbers, everyone: Sequence[int], peers: Peers | None) -> None:
     """Sum a block over all ranks, in place and in rank order. Collective."""
-    everyone, group = ranks_of(peers), group_of(peers)
+    group = group_of(peers)
     device = control_device(peers)
     if device.type != "cpu":
         on_device = torch.from_numpy(block).to(device)

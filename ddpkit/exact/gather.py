@@ -14,7 +14,7 @@ from ..collectives.consistency import raise_everywhere
 from ..collectives.differences import explain_difference, name_ranks
 from ..collectives.groups import Group, peers_of
 from ..collectives.transfer import as_rows, describe_column, explain_no_tensor, from_rows, gather_objects
-from ..collectives.tree import concatenate, leaves_of, replace_leaves
+from ..collectives.tree import Tree, concatenate
 from ..errors import MismatchError
 from ..job import current_job
 from ..job.job import ranks_of
@@ -64,9 +64,10 @@ def gather_exact(values: T, indices: Any, n: int, *, group: Group | None = None)
     with raise_everywhere(call, peers):
         as_integer(n, "n", least=0)
         indices = _as_array(indices)
-        own = _columns_of(values)
+        taken = Tree(values, _is_column, "values")
+        own = taken.leaves()
         ready = [_as_column(call, path, column, len(indices)) for path, column in own.items()]
-        tree = replace_leaves(values, iter(ready), _is_column)
+        tree = taken.rebuild(ready)
     gathered = dict(zip(ranks_of(peers), gather_objects(call, (indices, tree), peers), strict=True))
     order = _order_of({rank: found for rank, (found, _) in gathered.items()}, n)
     own_rank = ranks.get_rank()
@@ -77,13 +78,13 @@ def gather_exact(values: T, indices: Any, n: int, *, group: Group | None = None)
     for path, result in results.items():
         if isinstance(result, Tensor) and isinstance(own.get(path), Tensor):
             results[path] = result.to(own[path].device)
-    leaves = [results[path] for path in _columns_of(template)]
-    return replace_leaves(template, iter(leaves), _is_column)  # type: ignore[no-any-return]
+    taken = Tree(template, _is_column, "values")
+    return taken.rebuild(results[path] for path in taken.leaves())  # type: ignore[no-any-return]
 
 
 def _join_columns(call: str, trees: dict[int, Any], order: NDArray[np.int64]) -> dict[str, Any]:
     """Join each column of the ranks' results, in the order given; refuse columns that differ in kind."""
-    columns = {rank: _columns_of(tree) for rank, tree in trees.items()}
+    columns = {rank: Tree(tree, _is_column, "values").leaves() for rank, tree in trees.items()}
     kinds = {}
     for rank, parts in columns.items():
         kinds[rank] = {path: describe_column(part) for path, part in parts.items()}
@@ -92,10 +93,6 @@ def _join_columns(call: str, trees: dict[int, Any], order: NDArray[np.int64]) ->
         raise MismatchError(difference)
     paths = next(iter(columns.values()))
     return {path: _join([parts[path] for parts in columns.values()], order) for path in paths}
-
-
-def _columns_of(values: Any) -> dict[str, Any]:
-    return leaves_of(values, _is_column, "values")
 
 
 def _is_column(value: Any) -> bool:

@@ -23,7 +23,8 @@ job: Job | None = None
 on_join: list[Callable[[], None]] = []
 on_leave: list[Callable[[], None]] = []
 open_stores: dict[Any, Any] = {}  # stores that this process hosts for a later join, by the launcher's address
-start_watch: Any = None  # set by the watch, which is imported if `setup(watch=True)` finds several ranks
+load_watch: Any = None  # imports the watch, for several ranks; set by `ddpkit`
+start_watch: Any = None  # set by the watch
 # what the latest training loop has used: "backward" of averaged gradients, a loader's "weight", "gather_batch"; and the
 # count that this rank gave "global_mean" last
 weighting: dict[str, float] = {}
@@ -160,9 +161,9 @@ def peer_errors() -> Iterator[None]:
         ... except PeerError as error:
         ...     print(f"rank {error.rank} failed")  # save what there is, then end
     """
-    mine = session()
-    if mine:
-        mine.failures.raise_if_known()  # even if the script swallowed its error
+    mine = None if job is None else job.session
+    if mine is not None and mine.failures.known:  # even if the script swallowed its error
+        raise mine.failures.known.to_error()
     try:
         yield
     except RuntimeError as error:

@@ -8,7 +8,6 @@ import gc
 import logging
 import multiprocessing.util
 import os
-import re
 import sys
 import threading
 import time
@@ -28,10 +27,10 @@ from ..errors import DdpkitError, LaunchError, NotSetUpError, report_of
 from ..launch import ranks
 from ..launch.launch import Launch
 from ..launch.process_tree import unnested_launch
-from ..torch_internals import groups, in_autograd_thread
+from ..torch_internals import groups, in_autograd_thread, torch_is_before
 from . import current_job
 from .device import bind_device, choose_device, is_same_device
-from .job import ChooseDevice, Context, Job, OpenStore, Options, check_launch, checked_options, context_of
+from .job import ChooseDevice, Context, Job, OpenStore, Options, check_launch, context_of
 from .leaving import destroy_group, ended_well, fill_error_file, last_error, publish
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ _leaving: Job | None = None  # the job that this process is leaving, whose group
 _forbidden_by = ""  # the caller of the current block without communication, if any
 _children_keep_groups = False  # whether the fork hook is registered, which cannot be undone
 _callers = threading.Lock()  # held while the thread that calls a job's collectives is chosen
-_OLDEST_TORCH = (2, 6)  # the first with torch.accelerator; also in pyproject.toml
+_OLDEST_TORCH = "2.6"  # the first with torch.accelerator; also in pyproject.toml
 _FORKED = "This process was forked from a rank and is not one itself; start ranks with a launcher or ddpkit.spawn()."
 
 
@@ -93,7 +92,7 @@ def setup(
     """
     check_launch(launch)
     try:
-        asked = checked_options(backend, device, timeout, num_threads, watch, launch)
+        asked = Options(backend, device, timeout, num_threads, watch, launch)
     except (TypeError, ValueError) as error:
         if current_job.job is None and not dist.is_initialized():
             import_module(".refusal", __package__).tell_peers(error, launch)
@@ -101,7 +100,8 @@ def setup(
     job = current_job.job
     if job is None or not job.is_current():
         return _begin(asked).context
-    _refuse_forked(job)
+    if job.session is not None and not job.session.is_own:
+        raise LaunchError(_FORKED)
     if asked.backend not in (None, job.asked.backend, job.context.backend):
         raise ValueError(f"setup() was called before, with another backend:\n{job.context}")
     device, local_rank = job.context.device, job.context.local_rank
@@ -147,11 +147,6 @@ def _check_place(said: Launch | None, found: Launch) -> None:
         )
 
 
-def _refuse_forked(job: Job) -> None:
-    if job.session is not None and not job.session.is_own:
-        raise LaunchError(_FORKED)
-
-
 def _begin(asked: Options, opened: OpenStore | None = None, lost: Callable[[], str] | None = None) -> Job:
     """Join the current job, and leave the one before it, whose group no longer exists.
 
@@ -178,7 +173,7 @@ def _begin(asked: Options, opened: OpenStore | None = None, lost: Callable[[], s
             _let_children_keep_groups()
             joining = import_module(".joining", __package__)
             if asked.watch:  # imported before the ranks meet, because they need it then
-                import_module("ddpkit.watch.thread")
+                current_job.load_watch()
             joining.assemble(job, opened, lost)
             _install_hooks(job)
     except BaseException as error:
@@ -205,10 +200,8 @@ def _begin(asked: Options, opened: OpenStore | None = None, lost: Callable[[], s
 
 def check_torch(version: str = torch.__version__) -> None:
     """Raise if torch is too old: vendors' builds often bypass pip's own check."""
-    release = [int(number) for number in re.findall("[0-9]+", version)[:2]]
-    if tuple(release) < _OLDEST_TORCH:
-        oldest = ".".join(map(str, _OLDEST_TORCH))
-        raise LaunchError(f"ddpkit needs torch {oldest} or newer, found {version}.")
+    if torch_is_before(_OLDEST_TORCH, version):
+        raise LaunchError(f"ddpkit needs torch {_OLDEST_TORCH} or newer, found {version}.")
 
 
 def checked_launch(asked: Options) -> Launch:
@@ -427,18 +420,18 @@ def enter_collective() -> Session | None:
     if _forbidden_by:
         raise DdpkitError(
             f"Collectives cannot run inside a block of {_forbidden_by}: the others would wait for a rank that "
-            "raises there. "
-            "Call them before or after the block."
+            "raises there. Call them before or after the block."
         )
     job = current_job.job
     if job is None or not job.is_current():
         job = _join_group()
-    if job is None:
+    session = None if job is None else job.session
+    if job is None or session is None:
         return None
-    _refuse_forked(job)
-    if not current_job.has_peers():
+    if session.pid != os.getpid():
+        raise LaunchError(_FORKED)
+    if job.context.world_size == 1:
         return None
-    session = current_job.current_session()
     session.acted_at = time.monotonic()
     if threading.current_thread() is not job.caller:
         _check_thread(job, threading.current_thread())

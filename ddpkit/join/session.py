@@ -53,6 +53,7 @@ class Session:
         peer_lost: Returns the fate of the process that must outlive this one, "" while it lives.
 
     Attributes:
+        pid: Process that joined; others are forked from it.
         store_host: The rank that hosts the store, if any.
         watch: Weak reference: returns the thread that can ask the other ranks, as long as it exists.
         explain: Explains why a collective broke.
@@ -88,7 +89,7 @@ class Session:
         self.acted_at = time.monotonic()
         self.connections: set[int] = set()
         self.store_connections: set[int] = set()
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self._deadlines: dict[int, tuple[float, bool]] = {}  # end of each thread's current wait, if it is the last
         self._counts: dict[tuple[str, Ranks | None], int] = {}  # uses of each name, by the ranks that meet
         self._used: dict[Ranks | None, list[str]] = {}  # keys of these ranks' last meeting
@@ -96,7 +97,7 @@ class Session:
     @property
     def is_own(self) -> bool:
         """Return whether this process is the rank, and not a child forked from it."""
-        return self._pid == os.getpid()
+        return self.pid == os.getpid()
 
     def failure_of(self, error: BaseException) -> Failure:
         """Describe an error of this rank for the others."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from . import environment
-from .environment import START_ON_NODES, Reading, derive_port, filled, drop_address, warn_of_allocation
+from .environment import START_ON_NODES, Reading, derive_port, drop_address, filled, shown, warn_of_allocation
 from .launch import (
     ALLOCATIONS,
     FORGOTTEN,
@@ -126,8 +126,8 @@ def _refuse_copies(reading: Reading) -> None:
 
 
 def _single(env: Mapping[str, str]) -> Launch:
-    evidence = [f"{name}={env[name]}" for name in (*RANKS.values(), *LOCAL.values()) if name in env]
-    ignored = [f"{name}={env[name]}" for name in MASTER.values() if name in env]
+    evidence = [shown(name, env) for name in (*RANKS.values(), *LOCAL.values()) if name in env]
+    ignored = [shown(name, env) for name in MASTER.values() if name in env]
     if ignored:
         evidence.append(f"{', '.join(ignored)} ignored: nothing indicates other ranks")
     warning = warn_of_allocation(env, *ALLOCATIONS)

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..checkpoint.files import check_saveable, from_bytes, to_bytes
-from ..checkpoint.states import find_stand_ins, take_out, tensors_of
+from ..checkpoint.states import find_placeholders, take_out, tensors_of
 from ..collectives.consistency import raise_everywhere
 from ..collectives.differences import explain_sharded
 from ..collectives.transfer import broadcast_bytes, broadcast_tensor
@@ -148,11 +148,11 @@ def share_data(mine: Any, src: int) -> Any:
             broadcast_tensor(flat_bytes(tensor), src)
         return mine
     given = from_bytes(data)
-    stand_ins = list(find_stand_ins("states", given).values())
-    size = sum(tensor.nbytes for tensor in stand_ins)
+    placeholders = list(find_placeholders("states", given).values())
+    size = sum(tensor.nbytes for tensor in placeholders)
     if size > most:
         raise LaunchError(f"Rank {src} sends states of {size} bytes, but this job's have at most {most}.")
-    for tensor in stand_ins:
+    for tensor in placeholders:
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         received = broadcast_tensor(flat_bytes(empty), src).view(tensor.dtype).reshape(tensor.shape)
         torch.utils.swap_tensors(tensor, received)  # type: ignore[no-untyped-call]

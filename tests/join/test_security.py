@@ -209,14 +209,14 @@ def test_a_text_in_place_of_a_counter_ends_the_wait_as_the_loss_of_the_store_doe
     assert isinstance(error, ddpkit.PeerError) and "the connection to the store" in str(error), error
 
 
-@pytest.mark.parametrize("key", ["ddpkit/generation", "ddpkit/1/claims", "ddpkit/1/heard"])
+@pytest.mark.parametrize("key", ["ddpkit/generation", "ddpkit/1/claims", "ddpkit/1/readers"])
 def test_a_text_in_place_of_a_counter_ends_the_joining(key: str) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     rank = 0 if key.endswith("claims") else 1
     if rank == 1:
         server.add("ddpkit/generation", 1)
     server.set(key, "a word")
-    if key.endswith("heard"):
+    if key.endswith("readers"):
         server.set("ddpkit/1/failure", json.dumps(WHO | {"rank": 0}))
     with pytest.raises(ddpkit.LaunchError, match="lost the store while joining"):
         join(server, Member(rank, 2, None, False), timedelta(seconds=5))

@@ -247,7 +247,7 @@ def _wait_for_listener(address: str, port: int, deadline: float) -> None:
 
 
 DIST = SimpleNamespace(
-    **{name: getattr(dist, name) for name in ("DistNetworkError", "DistStoreError", "DistError")},
+    **{name: getattr(dist, name) for name in ("DistNetworkError", "DistStoreError", "DistError", "Backend")},
     is_initialized=lambda: True,
     get_process_group_ranks=lambda _: _Now.world.running.ranks,
     PrefixStore=PrefixStore,

@@ -166,7 +166,6 @@ def put_in_place() -> None:
         owns_group=lambda: True,
         hold_failures=_hold,
         asked_options=lambda: _mine().job.asked,
-        current_session=lambda: _mine().session,
         has_unfinished=lambda: False,
         session=lambda: _mine().session,
         finish=lambda: None,
