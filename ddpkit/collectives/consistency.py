@@ -13,6 +13,8 @@ on twice by all ranks.
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -78,12 +80,13 @@ def add_up(fingerprint: str, numbers: Sequence[float] | Numbers, peers: Peers | 
     block[:_CHECK], expected = _check_numbers(fingerprint, len(everyone))
     if type(torch.from_numpy(block)) is not Tensor:  # it would not be sent, and the other ranks would wait
         raise TypeError("Collectives cannot run under FakeTensorMode. Call them outside it.")
-    session.waits = "check" if peers is None else ""
+    if peers is None:
+        session.waits = "check", time.monotonic(), math.inf  # it asks nobody
     try:
         with current_job.peer_errors():
             _sum_over_ranks(block, everyone, peers)
     finally:
-        session.waits = ""
+        session.waits = None
     if block[:_CHECK].tobytes() != expected:
         _raise_mismatch(fingerprint, peers)
     if is_inline:

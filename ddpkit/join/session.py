@@ -58,8 +58,8 @@ class Session:
         watch: Weak reference: returns the thread that can ask the other ranks, as long as it exists.
         explain: Explains why a collective broke.
         told: Progress of the script.
-        waits: The wait for all ranks in which the main thread is; "" while it asks the store, whose answer may end it.
-        waits_for: The barrier of all ranks for which the main thread asks the store; "" if there is none.
+        waits: The wait for all ranks in which the main thread is: its key, its start, and when it asked the last
+            question to which the answer was that ranks are missing.
         acted_at: Time of its last batch or collective.
         connections: Those of the process group, to be cut after the job has failed.
         store_connections: Those to the store, to be cut if it does not answer after a failure.
@@ -84,8 +84,7 @@ class Session:
         self.watch: Callable[[], Any] = _no_watch
         self.explain: Callable[[BaseException, Session], DdpkitError | None] = _no_cause
         self.progress: dict[str, int] = {}
-        self.waits = ""
-        self.waits_for = ""
+        self.waits: tuple[str, float, float] | None = None
         self.acted_at = time.monotonic()
         self.connections: set[int] = set()
         self.store_connections: set[int] = set()
@@ -218,19 +217,20 @@ class Session:
         failure = None
         with self._deadline(timeout) as deadline:
             while True:
+                asked = time.monotonic()
                 value = ready()
                 if value is not None:
                     return value
                 if failure:
                     raise failure.to_error()
+                if self.waits:
+                    self.waits = *self.waits[:2], asked
                 failure = self.failures.look_up()
                 if failure:  # of a peer that may have arrived before it failed
                     continue
                 if time.monotonic() > deadline:
                     break
-                self.waits = self.waits_for
                 pause()
-                self.waits = ""
         with self._deadline(_AFTERWARDS, is_last=True):  # the store has answered so far
             self.show_ranks()
             failure = self.failures.look_up()
@@ -364,7 +364,8 @@ class StoreBarrier:
             return
         self._note_at = time.monotonic() + min(_NOTED_AFTER, self._timeout.total_seconds() / 2)
         if len(self._ranks) == len(self._session.hosts):
-            self._session.waits_for = self._key
+            now = time.monotonic()
+            self._session.waits = self._key, now, now
         try:
             left = timedelta(seconds=self._ends_at - time.monotonic())  # a slow store may have taken some
             self._session.until(self._is_complete, left, self._give_up)
@@ -372,7 +373,7 @@ class StoreBarrier:
             self._store.set(self._note, f"timed out in {self.name}")
             raise
         finally:
-            self._session.waits = self._session.waits_for = ""
+            self._session.waits = None
         if self._note_at == math.inf:
             self._store.delete_key(self._note)
 

@@ -15,17 +15,20 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from inspect import CO_GENERATOR
 from itertools import islice
 from types import CodeType, FrameType
-from typing import Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import torch
 
 from ..errors import printable
 from ..join.failures import Failure
 from ..parsing import all_printable, encode, fits
+
+if TYPE_CHECKING:
+    from ..join.session import Session
 
 # The tree along which ranks report failures: rank 0 at the top, at most 64 connections per rank.
 
@@ -83,6 +86,8 @@ class Activity:
         seconds: Time since the script got a batch from a loader, or entered a ddpkit collective.
         progress: Epoch and batch of the loader that the script reads, as far as known.
         waits: The wait of ddpkit's for all ranks that it is in; "" if it is in none.
+        waited: Time since the start of that wait.
+        asked: Time since it asked the question to which the answer was that ranks are missing.
         stack: Its calls, the outermost first, as "file:line function".
     """
 
@@ -94,6 +99,8 @@ class Activity:
     seconds: float
     progress: dict[str, int]
     waits: str
+    waited: float
+    asked: float
     stack: tuple[str, ...]
 
     @property
@@ -135,12 +142,26 @@ def readable_stacks() -> Iterator[None]:
             os.close(file)
 
 
-def describe_main_thread(rank: int, progress: dict[str, int], waits: str, seconds: float) -> Activity:
+def describe_main_thread(session: Session) -> Activity:
     """Describe the main thread's position, from another thread, and the script's reported progress."""
+    now = time.monotonic()
+    waits, since, asked = session.waits or ("", now, now)
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     call, place, stack = _describe(frame)
-    found = Activity(rank, socket.gethostname(), os.getpid(), call, place, seconds, progress, waits, tuple(stack))
-    return Activity.from_fields(asdict(found))
+    found = {
+        "rank": session.rank,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "call": call,
+        "place": place,
+        "seconds": now - session.acted_at,
+        "progress": session.progress,
+        "waits": waits,
+        "waited": now - since,
+        "asked": max(0.0, now - asked),
+        "stack": stack,
+    }
+    return Activity.from_fields(found)
 
 
 def _describe(frame: FrameType | None) -> tuple[str, str, list[str]]:
@@ -241,7 +262,8 @@ class StatusReport:
         waits = {each.waits for each in found}
         if "" in waits or len(waits) == 1:
             return all(each.is_in_collective for each in found) and len({each.call for each in found}) > 1
-        if min(each.seconds for each in found) < _LASTING:  # one may be about to leave its wait
+        # ranks were missing after the last had come: without that answer one may be about to leave its wait
+        if min(each.waited for each in found) < _LASTING or max(each.asked for each in found) > _LASTING / 2:
             return False
         calls = "; ".join(f"rank {each.rank} in {each.call} at {each.place}" for each in found[:_MOST_CALLS])
         self.deadlock = (

@@ -300,11 +300,8 @@ class WatchThread(threading.Thread):
         """Ask the ranks below this one, and answer for it."""
         self.connections.post_down(encode(asks=True))
         with self._harmless():
-            session = self._session
-            seconds = time.monotonic() - session.acted_at
-            activity = describe_main_thread(session.rank, session.progress, session.waits, seconds)
-            self._send_to_rank_0("activity", activity)
-        if session.rank > 0:
+            self._send_to_rank_0("activity", describe_main_thread(self._session))
+        if self._session.rank > 0:
             self._has_answered.set()
 
     def _suspect_deadlock(self) -> None:
@@ -315,8 +312,7 @@ class WatchThread(threading.Thread):
         elif self._session.rank == 0 and seconds > self._asks_after and self._failures.known is None:
             self._asks_after = 2 * seconds
             with self._harmless():
-                mine = describe_main_thread(0, {}, "", seconds)
-                if mine.is_in_collective and self._report.begin(is_suspected=True):
+                if describe_main_thread(self._session).is_in_collective and self._report.begin(is_suspected=True):
                     self._ask()
 
     def _make_report(self) -> None:
