@@ -28,8 +28,8 @@ import torch.distributed as dist
 from ..errors import DdpkitError, PeerError
 from ..job import current_job, lifecycle
 from ..launch.process_tree import child_processes
-from ..signals import put_back_unused
 from ..spawning import call_and_reply, lost, replace_environment
+from ..stop import put_back_unused
 from ..torch_internals import groups
 from ..watch import main_thread, stop_agreement, thread
 
