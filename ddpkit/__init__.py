@@ -34,6 +34,7 @@ Example:
     >>> ddpkit.teardown()
 """
 
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,7 @@ from .collectives.ops import (
 )
 from .collectives.sync import barrier, main_process_first, main_process_only, run_on_main, stop_together, together
 from .data.loader import Loader, make_loader
-from .data.samplers import DistributedEvalSampler, DistributedSampler
+from .data.samplers import DistributedEvalSampler, DistributedSampler, DistributedWeightedSampler
 from .data.seeds import sample_seed, seed_everything
 from .errors import (
     BadStepError,
@@ -60,6 +61,7 @@ from .errors import (
     PeerError,
     ReplicaMismatchError,
 )
+from .job import current_job
 from .job.current_job import get_data_parallel_rank, get_data_parallel_world_size, get_device, peer_errors
 from .job.job import Context
 from .job.lifecycle import distributed, setup, teardown
@@ -78,9 +80,9 @@ from .launch.ranks import (
 from .logging import RankFilter, get_logger
 from .parallel.gradients import accumulate, global_mean
 from .parallel.lr_scaling import ScalePlan, rule_for, scale_lr, warmup_factor
-from .parallel.models import unwrap_model
+from .parallel.models import clean_state_dict, unwrap_model
 from .parallel.replicas import check_replicas, sync_buffers
-from .parallel.wrap import clean_state_dict, wrap_model
+from .parallel.wrap import wrap_model
 
 if TYPE_CHECKING:
     from .checkpoint.checkpointer import Checkpointer
@@ -90,10 +92,9 @@ if TYPE_CHECKING:
     from .exact.loader import make_micro_batch_loader
     from .gradient_exchange import average_gradients, averaging
     from .guard import StepGuard, find_batch_size
-    from .spawning.spawn import spawn
+    from .spawning import spawn
     from .stop import Stop, stopping
     from .survival.survive import Attempt, survive
-    from .weighted import DistributedWeightedSampler
 
 __version__ = "0.1.0"
 
@@ -196,13 +197,14 @@ _LOADED_AT_USE = {  # names that most scripts do not need; listed above, too, fo
     "averaging": "gradient_exchange",
     "StepGuard": "guard",
     "find_batch_size": "guard",
-    "spawn": "spawning.spawn",
+    "spawn": "spawning",
     "Stop": "stop",
     "stopping": "stop",
     "Attempt": "survival.survive",
     "survive": "survival.survive",
-    "DistributedWeightedSampler": "weighted",
 }
+
+current_job.load_watch = partial(import_module, "ddpkit.watch.thread")  # job/ imports nothing optional
 
 if not TYPE_CHECKING:  # a type checker would take every name for valid
 

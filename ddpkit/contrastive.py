@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from .collectives.consistency import check_fingerprint, communication_device, fingerprint_of, raise_everywhere
 from .collectives.groups import Group, peers_of
 from .collectives.transfer import as_rows, fingerprint_of_rows, from_rows, gather_rows, tensor_leaves
-from .collectives.tree import replace_leaves
+from .collectives.tree import Tree
 from .job import current_job, lifecycle
 from .job.job import Peers, group_of, ranks_of, subset_of
 from .launch import ranks
@@ -76,16 +76,17 @@ def gather_batch(value: T, *, check: bool = True, group: Group | None = None) ->
     call = "gather_batch(value)"
     current_job.weighting["gather_batch"] = 1
     with raise_everywhere(call, peers):
-        tensors = tensor_leaves(call, value)
+        tree = Tree(value)
+        tensors = tensor_leaves(call, tree)
         for path, tensor in tensors.items():
             if not tensor.dim():
                 raise ValueError(f"{call} joins rows, but {path} has no dimensions. Pass value.unsqueeze(0).")
-    if not lifecycle.joined():
+    if lifecycle.enter_collective() is None:
         joined = [tensor.clone() for tensor in tensors.values()]
     else:
         fingerprint = fingerprint_of_rows(call, tensors)
         joined = _Joined.apply(call, fingerprint, peers, check, *tensors.values())  # type: ignore[no-untyped-call]
-    return replace_leaves(value, iter(joined))  # type: ignore[no-any-return]
+    return tree.rebuild(joined)  # type: ignore[no-any-return]
 
 
 class _Joined(torch.autograd.Function):
@@ -109,7 +110,7 @@ class _Joined(torch.autograd.Function):
             rows = tensor.new_empty((sum(counts), *tensor.shape[1:]))
             torch.index_select(torch.cat(parts), 0, _turns(counts).to(tensor.device), out=as_rows(rows))
             joined.append(rows)
-        needs_gradient = ctx.needs_input_grad[-len(tensors) :]
+        needs_gradient = ctx.needs_input_grad[4:]  # after the other arguments
         ctx.mark_non_differentiable(*[rows for rows, needs in zip(joined, needs_gradient, strict=True) if not needs])
         return tuple(joined)
 
@@ -118,13 +119,10 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         if ctx.check:
             check_fingerprint(ctx.fingerprint, ctx.peers)
-        found: list[Tensor | None] = []
-        for i, gradient in enumerate(gradients):
-            if ctx.needs_input_grad[4 + i]:
-                found.append(_add_up_own(gradient, ctx.counts[i], ctx.peers))
-            else:
-                found.append(None)
-        return None, None, None, None, *found
+        found: list[Tensor | None] = [None] * 4  # of the other arguments
+        for gradient, counts, needs in zip(gradients, ctx.counts, ctx.needs_input_grad[4:], strict=True):
+            found.append(_add_up_own(gradient, counts, ctx.peers) if needs else None)
+        return tuple(found)
 
 
 def _add_up_own(gradient: Tensor, counts: list[int], peers: Peers | None) -> Tensor:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
 
 from .collectives.consistency import (
     check_fingerprint,
@@ -28,7 +27,7 @@ from .job import current_job, lifecycle
 from .job.current_job import get_data_parallel_world_size
 from .job.job import Peers, group_of
 from .parallel.models import broadcast_into, can_be_overwritten, check_tensors, unwrap_model
-from .torch_internals import is_fully_sharded, is_sharded, own_buffers, rebuild_buckets, untraced, version_of
+from .torch_internals import is_fully_sharded, own_buffers, rebuild_buckets, untraced, version_of
 
 if TYPE_CHECKING:
     from .join.session import Session
@@ -102,10 +101,10 @@ def averaging(*modules: nn.Module | Tensor) -> Iterator[None]:
     """
     exchange = begin_exchange("averaging()", modules)
     gradients = exchange.gradients
-    gradients.hide()
+    gradients.clear()
     yield
     if any(p.grad is not None for p in gradients.parameters):
-        gradients.hide()
+        gradients.clear()
         raise RuntimeError(
             "Gradients were computed while the previous ones were still being averaged: "
             "leave the block of averaging() and step before the next backward()."
@@ -168,22 +167,19 @@ class Gradients:
     def read(self) -> None:
         """Take the current gradients of the parameters."""
         self.values = [p.grad for p in self.parameters]
-        for name, p, gradient in zip(self.names, self.parameters, self.values, strict=True):
-            if not _can_travel(p, gradient):
-                self._refuse(name or "the tensor", p, gradient)
-
-    def _refuse(self, name: str, p: Tensor, gradient: Tensor | None) -> None:
-        check_tensors(self._call, [(name, p)])
-        if gradient is None:
-            return
-        if gradient.device != p.device:
-            problem = f"is on {gradient.device}, the parameter on {p.device}"
-        else:
-            problem = f"is {explain_not_dense(gradient)}"
-        raise TypeError(
-            f"{self._call} takes dense gradients on their parameters' devices, but the gradient of {name} "
-            f"{problem}. Create the embedding with sparse=False, or move or densify the gradient first."
-        )
+        names = [name or "the tensor" for name in self.names]
+        check_tensors(self._call, zip(names, self.parameters, strict=True))
+        for name, p, gradient in zip(names, self.parameters, self.values, strict=True):
+            if gradient is None:
+                continue
+            problem = explain_not_dense(gradient)
+            if gradient.device != p.device:
+                problem = f"on {gradient.device}, the parameter on {p.device}"
+            if problem:
+                raise TypeError(
+                    f"{self._call} takes dense gradients on their parameters' devices, but the gradient of {name} "
+                    f"is {problem}. Create the embedding with sparse=False, or move or densify the gradient first."
+                )
 
     def fingerprint(self, exchange: str, settings: Settings) -> str:
         """Describe the parameters for the other ranks."""
@@ -192,12 +188,12 @@ class Gradients:
             parameters.append((name, p.dtype, p.shape, p.device.type))
         return _fingerprint(exchange, settings, tuple(parameters))
 
-    def hide(self) -> None:
+    def clear(self) -> None:
         """Remove the parameters' gradients, so that no step uses this rank's own."""
         for p in self.parameters:
             p.grad = None
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Give the parameters their gradients."""
         for p, gradient in zip(self.parameters, self.values, strict=True):
             p.grad = gradient
@@ -212,16 +208,6 @@ def _named_parameters(call: str, modules: Modules) -> Iterator[tuple[str, Tensor
         else:
             kind = type(module).__name__
             raise TypeError(f"{call} takes modules and tensors, got {kind}: unpack a list with *.")
-
-
-def _can_travel(parameter: Tensor, gradient: Tensor | None) -> bool:
-    if is_sharded(parameter) or is_lazy(parameter) or parameter.is_meta:
-        return False
-    if gradient is None:
-        return True
-    if gradient.layout is not torch.strided or gradient.is_nested:
-        return False
-    return gradient.device == parameter.device
 
 
 @functools.lru_cache(maxsize=256)
@@ -241,24 +227,25 @@ def _fingerprint(
     return fingerprint_of(exchange, described)
 
 
+_HASH = 16  # bytes
+_HEADER = _HASH + 2  # plus the numbers of ranks with spoiled and with missing gradients
+
+
 class _Bucket(NamedTuple):
     """The gradients of one device and dtype during the exchange, in one flat tensor."""
 
     indices: list[int]  # in the order of the call
-    flat: Tensor
-    message: Tensor  # the flat tensor
+    message: Tensor  # the header, zeros unless it is the first message, then the gradients
 
 
 class _Format(NamedTuple):
     """Size of a call's first message: agreed by all ranks before they send it."""
 
     fingerprint: str = ""
-    size: int = 0  # elements of a bucket
+    size: int = _HEADER  # elements
     dtype: torch.dtype = torch.float32
 
 
-_HASH = 16  # bytes
-_HEADER = _HASH + 2  # plus the numbers of ranks with spoiled and with missing gradients
 _LARGEST = 1 << 18  # elements of a bucket in a first message
 _formats: WeakKeyDictionary[Session | Peers, _Format] = WeakKeyDictionary()  # format of the ranks' next first message
 
@@ -280,10 +267,11 @@ class GradientExchange:
         self.gradients = gradients
         self._fingerprint = fingerprint
         self._peers = current_job.data_parallel()
-        self._header = [0.0] * _HASH + [float(spoiled), float(any(value is None for value in gradients.values))]
+        self._spoiled = float(spoiled)
+        self._missing = float(any(value is None for value in gradients.values))
         self._works: list[dist.Work] = []
         self._buckets: list[_Bucket] = []
-        self._is_checked = not lifecycle.joined()
+        self._is_checked = lifecycle.enter_collective() is None
         if self._is_checked:
             return
         self._ranks = get_data_parallel_world_size()
@@ -291,17 +279,13 @@ class GradientExchange:
         self._fill_buckets()
         before, mine = _formats.get(self._who(), _Format()), self._format()
         _formats[self._who()] = mine
-        if mine.size:  # even if it is sent later: its place in a message affects the rounding of a sum
-            indices, flat, _ = self._buckets[0]
-            message = torch.cat([flat.new_zeros(_HEADER), flat])
-            self._buckets[0] = _Bucket(indices, message[_HEADER:], message)
-        is_carried = mine.size > 0 and before == mine
+        is_carried = before == mine != _Format()
         if is_carried:
             self._first = self._buckets[0].message
         else:
-            self._first = torch.zeros(_HEADER + before.size, dtype=before.dtype, device=control_device(self._peers))
-        self._header[:_HASH] = _hash(fingerprint)
-        self._first[:_HEADER] = torch.tensor(self._header, device="cpu")
+            self._first = torch.zeros(before.size, dtype=before.dtype, device=control_device(self._peers))
+        header = [*_hash(fingerprint), self._spoiled, self._missing]
+        self._first[:_HEADER] = torch.tensor(header, device="cpu")
         self._send(self._first)
         for bucket in self._buckets[is_carried:]:
             self.check()
@@ -318,29 +302,28 @@ class GradientExchange:
             key = p.device, torch.promote_types(p.dtype, torch.float32)
             groups.setdefault(key, []).append(i)
         for (device, dtype), indices in groups.items():
-            pieces = []
+            # the header is there in each message, because the place of a number affects the rounding of its sum
+            pieces = [torch.zeros(_HEADER, device=device)]
             for i in indices:
                 gradient = self.gradients.values[i]
                 if gradient is None:
                     gradient = torch.zeros_like(self.gradients.parameters[i])
                 pieces.append(gradient.reshape(-1))
-            flat = torch.cat(pieces).to(communication_device(device, self._peers), dtype)
-            flat.mul_(self._scale)
-            self._buckets.append(_Bucket(indices, flat, flat))
+            message = torch.cat(pieces).to(communication_device(device, self._peers), dtype)
+            self._buckets.append(_Bucket(indices, message.mul_(self._scale)))
 
     def _format(self) -> _Format:
         """Return the format of a first message with the first bucket; without room if that is sent alone."""
         if not self._buckets:
             return _Format()
-        flat = self._buckets[0].flat
-        if flat.numel() > _LARGEST or flat.is_complex() or flat.device != control_device(self._peers):
+        message = self._buckets[0].message
+        if message.numel() > _LARGEST or message.is_complex() or message.device != control_device(self._peers):
             return _Format()
-        return _Format(self._fingerprint, flat.numel(), flat.dtype)
+        return _Format(self._fingerprint, message.numel(), message.dtype)
 
-    def _send(self, flat: Tensor) -> None:
+    def _send(self, message: Tensor) -> None:
         with current_job.peer_errors():
-            work = dist.all_reduce(flat, group=group_of(self._peers), async_op=True)
-        self._works.append(work)
+            self._works.append(dist.all_reduce(message, group=group_of(self._peers), async_op=True))
 
     def check(self) -> None:
         """Wait for the first message, and check that the ranks average the same.
@@ -353,8 +336,8 @@ class GradientExchange:
         with current_job.peer_errors():
             self._works[0].wait()
         self._is_checked = True
-        self._header = self._first[:_HEADER].tolist()
-        if self._header[:_HASH] != [self._ranks * byte for byte in _hash(self._fingerprint)]:
+        *sums, self._spoiled, self._missing = self._first[:_HEADER].tolist()
+        if sums != [self._ranks * byte for byte in _hash(self._fingerprint)]:
             _formats.pop(self._who(), None)
             check_fingerprint(self._fingerprint, self._peers)  # raises with what differs
 
@@ -371,12 +354,10 @@ class GradientExchange:
             finite: Whether means that are not finite count as spoiled, too.
         """
         self._wait()
-        if self._header[_HASH]:
-            return False
-        if not finite:
-            return True
-        if lifecycle.joined():
-            return all_finite(bucket.flat for bucket in self._buckets)
+        if self._spoiled or not finite:
+            return not self._spoiled
+        if current_job.has_peers():
+            return all_finite(bucket.message for bucket in self._buckets)
         return all_finite(value for value in self.gradients.values if value is not None)
 
     @untraced
@@ -384,36 +365,27 @@ class GradientExchange:
         """Wait for the means and copy them into the gradients."""
         self._wait()
         with torch.inference_mode(False), torch.no_grad():
-            if self._buckets and self._header[_HASH + 1]:
-                self._make_missing()
+            counts = [int(value is not None) for value in self.gradients.values]
+            if self._buckets and self._missing:
+                on_device = torch.tensor(counts, device=control_device(self._peers))
+                counts = reduce_in_place(on_device, peers=self._peers).tolist()
             for bucket in self._buckets:
-                self._distribute(bucket)
-            self.gradients.give_back()
+                self._distribute(bucket, counts)
+            self.gradients.restore()
 
-    def _make_missing(self) -> None:
-        """Create gradients that this rank lacks and another rank has. Collective."""
-        gradients = self.gradients
-        has = [int(value is not None) for value in gradients.values]
-        counts = torch.tensor(has, device=control_device(self._peers))
-        for i, count in enumerate(reduce_in_place(counts, peers=self._peers).tolist()):
-            if count and gradients.values[i] is None:
-                p = gradients.parameters[i]
-                gradients.values[i] = torch.empty_like(p, dtype=dtype_of_gradient(p))
-
-    def _distribute(self, bucket: _Bucket) -> None:
-        """Copy means into gradients; gradients that cannot be overwritten are replaced by new ones."""
-        bucket.flat.div_(self._ranks * self._scale)
-        parameters = [self.gradients.parameters[i] for i in bucket.indices]
-        means = torch.split(bucket.flat, [p.numel() for p in parameters])
+    def _distribute(self, bucket: _Bucket, counts: list[int]) -> None:
+        """Copy means into gradients, if a rank has one; those that cannot be overwritten are replaced by new ones."""
         values = self.gradients.values
         fit = can_be_overwritten(values)
+        parameters = [self.gradients.parameters[i] for i in bucket.indices]
+        sizes = [_HEADER, *(p.numel() for p in parameters)]
+        _, *means = torch.split(bucket.message.div_(self._ranks * self._scale), sizes)
         for i, p, mean in zip(bucket.indices, parameters, means, strict=True):
             gradient = values[i]
-            if gradient is None:  # on all ranks
-                continue
-            if not fit[i]:
-                gradient = values[i] = torch.empty_like(p, dtype=dtype_of_gradient(p))
-            gradient.copy_(mean.view(p.shape))
+            if gradient is None or not fit[i]:
+                gradient = torch.empty_like(p, dtype=dtype_of_gradient(p))
+            if counts[i]:
+                values[i] = gradient.copy_(mean.view(p.shape))
 
 
 @functools.lru_cache(maxsize=256)
@@ -458,10 +430,7 @@ class LocalPass:
     def __init__(self, call: str, modules: Modules) -> None:
         self._call = call
         self._parameters = [p for _, p in _named_parameters(call, modules)]
-        self._parts: list[nn.Module] = []
-        for module in modules:
-            if isinstance(module, nn.Module):
-                self._parts += module.modules()
+        self._parts = [part for each in modules if isinstance(each, nn.Module) for part in each.modules()]
         for part in self._parts:
             problem = _why_not_local(part)
             if problem:
@@ -469,11 +438,11 @@ class LocalPass:
                 raise TypeError(f"{call} cannot take this model: {problem}, {waiting}.")
         # each with its module and name, the object, its version, and a copy
         self._buffers: list[tuple[nn.Module, str, Tensor | None, int, Tensor | None]] = []
-        self._were_trained: list[bool] = []
+        self._were_trained: list[tuple[Tensor, bool]] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> LocalPass:
-        lifecycle.joined()  # rejects nested blocks before anything is exchanged
+        lifecycle.enter_collective()  # rejects nested blocks before anything is exchanged
         models = [part for part in self._parts if isinstance(part, DistributedDataParallel)]
         self._exchange_first(models)
         self._remember()
@@ -481,7 +450,7 @@ class LocalPass:
             self._stack.enter_context(model.no_sync())
             model.require_forward_param_sync = False  # its buffers
             self._stack.callback(setattr, model, "require_forward_param_sync", True)
-        self._stack.enter_context(lifecycle.apart(self._call))
+        self._stack.enter_context(lifecycle.no_collectives(self._call))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -489,7 +458,7 @@ class LocalPass:
 
     def _exchange_first(self, models: list[DistributedDataParallel]) -> None:
         """Exchange what DDP exchanges before a forward. Collective."""
-        if not torch.is_grad_enabled() or not lifecycle.joined():
+        if not torch.is_grad_enabled() or not current_job.has_peers():
             return
         buffers = []
         for model in models:
@@ -502,7 +471,7 @@ class LocalPass:
 
     @torch.no_grad()
     def _remember(self) -> None:
-        self._were_trained = [p.requires_grad for p in self._parameters]
+        self._were_trained = [(p, p.requires_grad) for p in self._parameters]
         self._buffers = []
         for part in self._parts:
             for name, buffer in own_buffers(part).items():
@@ -516,7 +485,7 @@ class LocalPass:
             own_buffers(part)[name] = buffer  # the model may have replaced it
             if buffer is not None and copy is not None:
                 buffer.copy_(copy)
-        for parameter, was_trained in zip(self._parameters, self._were_trained, strict=True):
+        for parameter, was_trained in self._were_trained:
             parameter.requires_grad_(was_trained)
             parameter.grad = None
 

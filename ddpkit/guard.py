@@ -111,7 +111,6 @@ def release(error: BaseException | None) -> None:
 _SAMPLES_SHOWN = 16
 _LONGEST_SAMPLE = 40  # characters of a sample's name
 _LONGEST = 500  # characters of an error
-Batches = Iterable[Sequence[object]]  # samples of each batch, as far as known
 
 
 class BadStep(NamedTuple):
@@ -125,19 +124,13 @@ class BadStep(NamedTuple):
     problem: str
     is_out_of_memory: bool = False
 
-    @classmethod
-    def of_error(cls, error: BaseException, batches: Batches) -> BadStep:
-        """Describe the exception."""
-        return cls(_in_one_line(error) + _name_samples(batches), is_out_of_memory(error))
 
-    @classmethod
-    def of_gradients(cls, gradients: Gradients, batches: Batches) -> BadStep:
-        """Describe this rank's first gradient that is not finite, if any."""
-        for name, gradient in zip(gradients.names, gradients.values, strict=True):
-            if gradient is not None and not all_finite([gradient]):
-                problem = f"the gradient of {name or 'a tensor'} is not finite"
-                return cls(problem + _name_samples(batches))
-        return cls("")
+def _bad_gradient(gradients: Gradients) -> BadStep:
+    """Describe this rank's first gradient that is not finite, if any."""
+    for name, gradient in zip(gradients.names, gradients.values, strict=True):
+        if gradient is not None and not all_finite([gradient]):
+            return BadStep(f"the gradient of {name or 'a tensor'} is not finite")
+    return BadStep("")
 
 
 def _in_one_line(error: BaseException) -> str:
@@ -150,7 +143,7 @@ def _in_one_line(error: BaseException) -> str:
     return describe_error(error, _LONGEST).splitlines()[0].removesuffix(": ")
 
 
-def _name_samples(batches: Batches) -> str:
+def _name_samples(batches: Iterable[Sequence[object]]) -> str:
     samples = [sample for batch in batches for sample in batch]
     if not samples:
         return ""
@@ -158,9 +151,11 @@ def _name_samples(batches: Batches) -> str:
     return f" (samples {', '.join(first_of(names, _SAMPLES_SHOWN))})"
 
 
-def exchange_bad_steps(own: BadStep) -> dict[int, BadStep]:
-    """Return the problems of the ranks that have one, by rank. Collective."""
+def exchange_bad_steps(own: BadStep, samples: str) -> dict[int, BadStep]:
+    """Return the problems of the ranks that have one, with the names of their samples, by rank. Collective."""
     peers = current_job.data_parallel()
+    if own.problem:
+        own = own._replace(problem=own.problem + samples)
     texts = lifecycle.exchange(json.dumps(own._asdict()), subset_of(peers))
     steps = [BadStep(**parse(text, "exchange", get_type_hints(BadStep))) for text in texts]
     return {rank: step for rank, step in zip(ranks_of(peers), steps, strict=True) if step.problem}
@@ -281,14 +276,13 @@ class StepGuard:
             return False
         self._batches = current_job.take_samples() or self._batches
         self._again = False
-        if error is None:
-            self._end(None)
-        else:
-            own = BadStep.of_error(error, self._batches)
+        own = None
+        if error is not None:
+            own = BadStep(_in_one_line(error), is_out_of_memory(error))
             log.warning("this rank could not take the step", exc_info=error)
             self._pass.undo()
             release(error)  # the exchange needs memory
-            self._end(own)
+        self._end(own)
         return True
 
     def _may_be_skipped(self, error: BaseException) -> bool:
@@ -312,9 +306,9 @@ class StepGuard:
             self.skipped = False
             self._in_a_row = 0
             return
-        own = own or BadStep.of_gradients(exchange.gradients, self._batches)
+        own = own or _bad_gradient(exchange.gradients)
         self._pass.undo()
-        self._skip(exchange_bad_steps(own))
+        self._skip(exchange_bad_steps(own, _name_samples(self._batches)))
 
     def _skip(self, steps: dict[int, BadStep]) -> None:
         """Skip or repeat the step, because of the problems on these ranks."""

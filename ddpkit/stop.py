@@ -6,12 +6,15 @@ import _thread
 import atexit
 import functools
 import logging
+import math
 import multiprocessing
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
@@ -27,10 +30,9 @@ from .errors import BarrierTimeoutError, NotSetUpError
 from .job import current_job, lifecycle
 from .join.session import Session
 from .launch import ranks
-from .signals import handled_signals, handling
 from .watch import stop_agreement
-from .watch.links import is_below
-from .watch.stop_agreement import StopAgreement, StopDecision, StopRequest
+from .watch.messages import StopRequest, is_below
+from .watch.stop_agreement import StopAgreement
 
 log = logging.getLogger(__name__)
 _LATER = 10.0  # seconds that the other ranks wait longer than rank 0, which names the missing ones
@@ -68,17 +70,14 @@ def stopping(
         2
     """
     if current_job.has_job() or dist.is_initialized():
-        _has_peers()
+        _enter_collective()
     elif not handled_signals():  # else the outer block's remain
         stop_agreement.forget()
     stop = Stop()
     try:
-        with handling(signals, _ask_for_signal) as block:
-            try:
-                yield stop
-            finally:
-                block.is_stopped = stop.signal > 0
-        _say_what_came_too_late()
+        with _handling(tuple(dict.fromkeys(signals)), stop):
+            yield stop
+        _warn_of_late_request()
     finally:
         if not (current_job.has_job() or handled_signals()):  # or the request would reach the next job
             stop_agreement.forget()
@@ -107,18 +106,18 @@ class Stop:
             NotSetUpError: As for `stopping`, if the job was joined in the block.
             PeerError: If a rank fails meanwhile.
         """
-        several = _has_peers()
+        session = _enter_collective()
         agreement = stop_agreement.current()
         step, must_wait = agreement.next_step()
-        if not several and agreement.request is not None:
-            agreement.decision = agreement.decision or StopDecision(step, agreement.request)
-        if several and must_wait and agreement.decision is None:
-            _wait_for_decision(current_job.current_session(), agreement)
+        if session is None and agreement.request is not None:
+            agreement.decision = agreement.decision or replace(agreement.request, step=step)
+        if session is not None and must_wait and agreement.decision is None:
+            _wait_for_decision(session, agreement)
         decision = agreement.decision
         if decision is None or step < decision.step:
             return False
         if self._request is None:
-            self._request = decision.request
+            self._request = decision
             if ranks.is_main_process():
                 log.warning("all ranks stop after this step: %s", self._request)
         return True
@@ -155,16 +154,15 @@ class Stop:
         return 0 if self._request is None else self._request.signal
 
 
-def _has_peers() -> bool:
-    """Return whether this rank is one of several; raise if these cannot agree."""
-    if not lifecycle.joined():
-        return False
-    if not current_job.is_watched():
+def _enter_collective() -> Session | None:
+    """Return the session of a job whose ranks can agree, None without peers; raise if they cannot."""
+    session = lifecycle.enter_collective()
+    if session is not None and not current_job.is_watched():
         raise NotSetUpError(
             "stopping() needs the watch, through which the ranks agree: call ddpkit.setup(watch=True), "
             "even if other code has made the process group."
         )
-    return True
+    return session
 
 
 def _ask(reason: str, number: int = 0) -> None:
@@ -175,10 +173,6 @@ def _ask(reason: str, number: int = 0) -> None:
         _thread.start_new_thread(log.warning, ("%s", request.announcement()))
 
 
-def _ask_for_signal(number: int) -> None:
-    _ask(f"got {_name_of(number)}", number)
-
-
 def _name_of(number: int) -> str:
     try:
         return signal.Signals(number).name
@@ -186,7 +180,7 @@ def _name_of(number: int) -> str:
         return f"signal {number}"
 
 
-def _say_what_came_too_late() -> None:
+def _warn_of_late_request() -> None:
     """Log a request that came after the last counted step, whether or not the ranks agreed."""
     agreement = stop_agreement.current()
     request = agreement.request
@@ -220,13 +214,115 @@ def _wait_for_decision(session: Session, agreement: StopAgreement) -> None:
         session.until(is_decided, timeout, late)
 
 
+# Handle the signals that ask a process to stop.
+
+_AGAIN = 2.0  # seconds in which another Ctrl-C counts as the same: torchrun forwards what ranks get from the terminal
+_ENDING = 30.0  # seconds after a stop in which signals are ignored: srun ends ranks as soon as the first one exits
+
+
+@dataclass
+class _Process:
+    """The state of signals in this process; only its main thread changes it."""
+
+    blocks: list[tuple[int, ...]] = field(default_factory=list)  # signals of the active blocks
+    former: dict[int, Any] = field(default_factory=dict)  # the handlers that ours replace, by signal
+    pid: int = 0
+    interrupted_at: float = -math.inf
+    over_at: float = -math.inf  # when the last block ended
+
+
+_process = _Process()
+
+
+def handled_signals() -> set[int]:
+    """Return the numbers of the handled signals."""
+    return set().union(*_process.blocks)
+
+
+@contextmanager
+def _handling(signals: tuple[int, ...], stop: Stop) -> Iterator[None]:
+    """Ask all ranks to stop at each signal that arrives in this block, instead of calling its former handler."""
+    _process.pid = os.getpid()
+    try:
+        for number in signals:
+            _take_over(number)
+    except BaseException:
+        put_back_unused()
+        raise
+    if not _process.blocks:
+        _process.interrupted_at = -math.inf
+    _process.blocks.append(signals)
+    try:
+        yield
+    finally:
+        _process.blocks.remove(signals)
+        _process.over_at = time.monotonic()
+        if not stop.signal:
+            put_back_unused()
+
+
+def _take_over(number: int) -> None:
+    if number in _process.former and signal.getsignal(number) is _handle:
+        return
+    try:
+        _process.former[number] = signal.signal(number, _handle)
+    except (ValueError, OSError, TypeError) as error:
+        raise ValueError(f"stopping() cannot handle signal {number!r}: {error}.") from error
+
+
+def put_back_unused() -> None:
+    """Restore the former handlers of signals that no block handles."""
+    for number in _process.former.keys() - handled_signals():
+        _put_back(number)
+
+
+def _put_back(number: int) -> None:
+    former = _process.former.pop(number)
+    if signal.getsignal(number) is _handle:
+        signal.signal(number, former or signal.SIG_DFL)
+
+
+@atexit.register
+def _ignore_at_exit() -> None:
+    """Ignore these signals while the interpreter exits: it restores defaults, which kill the process."""
+    if os.getpid() != _process.pid:
+        return
+    for number in _process.former:
+        if signal.getsignal(number) is _handle:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _handle(number: int, _: FrameType | None) -> None:
+    now = time.monotonic()
+    if os.getpid() != _process.pid or number not in handled_signals():
+        if _has_former_effect(number, now):
+            _put_back(number)
+            os.kill(os.getpid(), number)
+    elif number != signal.SIGINT:
+        _ask(f"got {_name_of(number)}", number)
+    elif _process.interrupted_at == -math.inf:
+        _process.interrupted_at = now
+        _ask("got SIGINT", number)
+    elif now > _process.interrupted_at + _AGAIN:  # not the same Ctrl-C
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(_process.pid, number)
+
+
+def _has_former_effect(number: int, now: float) -> bool:
+    """Return whether the former handler gets a signal: in a forked child, such as a worker, or after a block."""
+    if os.getpid() != _process.pid:
+        return number == signal.SIGTERM  # for others it ends as its rank does
+    ignored = _AGAIN if number == signal.SIGINT else _ENDING
+    return now > _process.over_at + ignored
+
+
 # Keep a loader's workers alive when ranks are asked to stop.
 #
 # Such signals often reach workers, too: torchrun, Slurm and terminals signal all processes of a rank. A worker that
 # ends would raise in the loop before all ranks have reached the step at which they stop.
 
-_enduring: WeakSet[BaseProcess] = WeakSet()
-os.register_at_fork(after_in_child=_enduring.clear)  # a child has no workers of its own
+_protected: WeakSet[BaseProcess] = WeakSet()
+os.register_at_fork(after_in_child=_protected.clear)  # a child has no workers of its own
 
 
 @contextmanager
@@ -243,7 +339,7 @@ def enduring_workers(of: DataLoader[Any]) -> Iterator[None]:
         return
     before = set(multiprocessing.active_children())
     given = of.worker_init_fn
-    of.worker_init_fn = functools.partial(_pass_over, signals, given)
+    of.worker_init_fn = functools.partial(_ignore_in_worker, signals, given)
     context: Any = of.multiprocessing_context or multiprocessing
     if context.get_start_method() != "fork":
         resource_tracker.ensure_running()  # starting it later would unblock signals here
@@ -255,10 +351,10 @@ def enduring_workers(of: DataLoader[Any]) -> Iterator[None]:
         of.worker_init_fn = given
         for worker in set(multiprocessing.active_children()) - before:
             worker.terminate = worker.kill  # type: ignore[method-assign]  # torch calls it for one that is stuck
-            _enduring.add(worker)
+            _protected.add(worker)
 
 
-def _pass_over(signals: tuple[int, ...], given: Callable[[int], None] | None, worker_id: int) -> None:
+def _ignore_in_worker(signals: set[int], given: Callable[[int], None] | None, worker_id: int) -> None:
     """Start as a worker that ignores signals, then run the loader's own `worker_init_fn`."""
     for number in signals:
         signal.signal(number, _do_nothing)  # not SIG_IGN, which programs started by the worker would inherit
@@ -274,7 +370,7 @@ def _do_nothing(number: int, frame: FrameType | None) -> None:
 @atexit.register
 def _kill_the_rest() -> None:
     """End remaining workers when this process ends: Python would send them SIGTERM and wait."""
-    alive = [worker for worker in _enduring if worker.is_alive()]
+    alive = [worker for worker in _protected if worker.is_alive()]
     if alive:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise
     for worker in alive:

@@ -28,6 +28,13 @@ _OF_BROKEN_LOADERS = ("DataLoader worker (pid", "DataLoader timed out", "Pin mem
 _ORDINARY_MODULES = ("torch", "torch.nn.parameter")  # of Tensor and Parameter
 
 
+def torch_is_before(release: str, version: str = torch.__version__) -> bool:
+    """Return whether torch is older than a release; a vendor's build from before it is not."""
+    from packaging.version import Version  # first needed in `setup()`
+
+    return Version(version).release < Version(release).release
+
+
 def current_group() -> Any:
     """Return torch's default process group, None if there is none; takes a tenth of a microsecond."""
     return dist.group.WORLD

@@ -35,11 +35,12 @@ from .saving import (
     collect,
     merge_problems,
     refuse_sharded,
+    sharding,
     snapshot,
     try_on_all,
     write,
 )
-from .states import has_names, sharding, unwrap
+from .states import Pieces, has_names, unwrap
 
 _RESERVED = ("step", "score")  # keys in the result of load()
 
@@ -96,7 +97,6 @@ class Checkpointer:
         self._lock: FolderLock | None = None
         self._writing: Writing | None = None  # until its error was raised on all ranks
         self._memory: Memory = {}  # of the last copy
-        self._is_shared = False  # whether ranks other than rank 0 write something
         if "torch.distributed.tensor" in sys.modules:
             sharding()  # import it now, not during an urgent save
         if self.folder.exists() and not self.folder.is_dir():
@@ -184,8 +184,9 @@ class Checkpointer:
         state = {name: unwrap(value) for name, value in state.items()}
         collected = collect(path, step, score, state, own)
         check_equal(state, collected)
-        try_on_all(lambda: self._prepare_folder(collected.sharded))
-        writing = Writing("" if wait else f"Saving step {step} without waiting failed: ")
+        try_on_all(lambda: self._prepare_folder(collected.pieces))
+        doing = "" if wait else f"Saving step {step} without waiting failed: "
+        writing = Writing(doing, collected.pieces.is_shared)
         try:
             try_on_all(lambda: self._start_writing(writing, path, collected, wait))
             if wait:
@@ -280,7 +281,7 @@ class Checkpointer:
         self._wait_for_writing()
         return objects
 
-    def _prepare_folder(self, sharded: Any) -> None:
+    def _prepare_folder(self, pieces: Pieces) -> None:
         """Lock the folder for this process, and for its rule of keeping checkpoints, on rank 0."""
         if not is_main_process():
             return
@@ -297,25 +298,20 @@ class Checkpointer:
             self._lock.writers.add(self)
             finish_writing(self.folder)  # of another Checkpointer
             delete_left_overs(self.folder)
-            if sharded is not None:
-                sharded.folder.mkdir()
+            pieces.make_folder()
 
     def _start_writing(self, writing: Writing, path: Path, collected: Collected, wait: bool) -> None:
         """Start a thread that writes this rank's part; from a copy if nobody waits for it."""
-        content: dict[str, Any] | None = collected.content
-        sharded = collected.sharded
-        if not is_main_process():
-            content = None
-            if sharded is None:
-                return
-        pieces = [] if sharded is None else sharded.pieces
-        get_saved = snapshot((content, pieces), None if wait else self._memory)
+        pieces = collected.pieces
+        if not (is_main_process() or pieces.is_shared):
+            return
+        content = collected.content if is_main_process() else None
+        get_saved = snapshot((content, pieces.mine), None if wait else self._memory)
 
         def write_it(check: Callable[[], None]) -> None:  # it keeps `self`, and so the lock, alive
-            write(path, get_saved(), sharded, (self.keep, self.keep_best), check)
+            write(path, get_saved(), pieces, (self.keep, self.keep_best), check)
 
         self._writing = writing
-        self._is_shared = sharded is not None
         if self._lock is not None:
             self._lock.writing = writing
         writing.start(write_it)
@@ -327,7 +323,7 @@ class Checkpointer:
         if writing is not None and not is_main_process():
             writing.wait()  # rank 0 waits for it
         problems = [run_on_main(lambda: finish_writing(self.folder, writing))]
-        if writing is not None and self._is_shared:
+        if writing is not None and writing.is_shared:
             problems = exchange(writing.problem)
         if any(problems):
             raise CheckpointError(merge_problems(problems))

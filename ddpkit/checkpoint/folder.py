@@ -245,13 +245,15 @@ class Writing:
 
     Args:
         doing: Start of an error's message.
+        is_shared: Whether each rank has a thread; otherwise rank 0 alone.
 
     Attributes:
         problem: The error, after the end; "" if there was none.
     """
 
-    def __init__(self, doing: str) -> None:
+    def __init__(self, doing: str, is_shared: bool) -> None:
         self.problem = ""
+        self.is_shared = is_shared
         self._doing = doing
         self._pid = os.getpid()  # a forked child does not have the thread
         self._is_cancelled = False

@@ -7,13 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..collectives.differences import list_lines
 from ..collectives.digest import digest
-from ..collectives.tree import name_dtype
 from ..data.seeds import set_rng_states
 from ..errors import CheckpointError
 from ..job.lifecycle import exchange
@@ -22,17 +20,18 @@ from ..parallel.lr_scaling import applied_scales
 from ..parallel.models import unwrap_model
 from ..torch_internals import is_dtensor
 from .files import FORMAT_WITH_PIECES, read
-from .saving import try_on_all
+from .saving import sharding, try_on_all
 from .states import (
     Description,
+    Pieces,
     describe_object,
+    explain_loss,
     has_names,
     is_ordinary,
     module_state,
     path_to,
-    place_of,
-    sharding,
     state_for,
+    storage_key,
     tensors_of,
 )
 
@@ -73,13 +72,13 @@ def load_first(
 
     while name := exchange(try_on_all(choose))[0]:
         try:
-            content, sharded = _read_on_all(folder / name, objects)
+            content, pieces = _read_on_all(folder / name, objects)
         except CheckpointError as error:  # the same on every rank
             if is_main_process():
                 _log.warning("%s Trying the checkpoint before it.", error)
             reasons[name] = f"\n  {error}"
             continue
-        return _restore(folder / name, content, sharded, objects)
+        return _restore(folder / name, content, pieces, objects)
     if reasons:
         texts = "".join(reasons.values())
         raise CheckpointError(f"No checkpoint in {folder} can be read:{texts}")
@@ -92,11 +91,11 @@ def load_file(path: Path, objects: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         CheckpointError: On every rank, if a rank cannot read it, or it does not fit.
     """
-    content, sharded = _read_on_all(path, objects)
-    return _restore(path, content, sharded, objects)
+    content, pieces = _read_on_all(path, objects)
+    return _restore(path, content, pieces, objects)
 
 
-def _read_on_all(path: Path, objects: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+def _read_on_all(path: Path, objects: Mapping[str, Any]) -> tuple[dict[str, Any], Pieces]:
     """Return the content of a file that every rank reads. Collective.
 
     Args:
@@ -104,8 +103,7 @@ def _read_on_all(path: Path, objects: Mapping[str, Any]) -> tuple[dict[str, Any]
         objects: The objects to restore, by name.
 
     Returns:
-        The content, and the reader of its sharded tensors; None if neither the file nor the objects
-        have any.
+        The content, and the reader of its sharded tensors.
 
     Raises:
         CheckpointError: On every rank, if a rank cannot read it, or it is not a checkpoint that could
@@ -118,28 +116,28 @@ def _read_on_all(path: Path, objects: Mapping[str, Any]) -> tuple[dict[str, Any]
     if files > 1:
         raise CheckpointError(f"The ranks see {files} different files at {path}. They must share the folder.")
     if content["format"] != FORMAT_WITH_PIECES and not is_sharded:
-        return content, None
+        return content, Pieces()
     return content, try_on_all(lambda: sharding().SavedPieces(path, content))
 
 
-def _restore(path: Path, content: dict[str, Any], sharded: Any, objects: Mapping[str, Any]) -> dict[str, Any]:
+def _restore(path: Path, content: dict[str, Any], pieces: Pieces, objects: Mapping[str, Any]) -> dict[str, Any]:
     """Load a checkpoint's content into objects, if it fits them on all ranks. Collective.
 
     Returns:
         The rest of its content.
     """
     states = try_on_all(
-        lambda: _fitting_states(path, content, sharded, objects),
+        lambda: _fitting_states(path, content, pieces, objects),
         doing=f"{path} does not fit; nothing was loaded: ",
     )
     rest = {name: state for name, state in states.items() if name not in objects}
     if objects:
         try:
-            try_on_all(lambda: _load_into_all(objects, states, sharded, content["rng"]))
+            try_on_all(lambda: _load_into_all(objects, states, pieces, content["rng"]))
         except CheckpointError as error:
             raise CheckpointError(f"Cannot load {path}: {error}\n{_UNDEFINED}") from error
-    elif sharded is not None:
-        rest = try_on_all(lambda: {name: sharded.fill(state) for name, state in rest.items()})
+    else:
+        rest = try_on_all(lambda: {name: pieces.fill(state) for name, state in rest.items()})
     result = {"step": content["step"]}
     if content.get("score") is not None:
         result["score"] = content["score"]
@@ -149,16 +147,14 @@ def _restore(path: Path, content: dict[str, Any], sharded: Any, objects: Mapping
 def _fitting_states(
     path: Path,
     content: Mapping[str, Any],
-    sharded: Any,
+    pieces: Pieces,
     objects: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return this rank's states by name; raise if requested ones are missing or do not fit."""
     own = _part_of_this_rank(path, content)
     states = {**content["state"], **own.get("per_rank", {})}
     described = {**content["described"], **own.get("described", {})}
-    problems = _explain_misfits(objects, states, described)
-    if not problems and sharded is not None:
-        problems = sharded.explain_losses(objects, states)
+    problems = _explain_misfits(objects, states, described) or pieces.explain_losses(objects, states)
     if problems:
         headline = f"{path} does not fit; nothing was loaded:"
         raise CheckpointError(list_lines(headline, problems))
@@ -183,15 +179,13 @@ def _part_of_this_rank(path: Path, content: Mapping[str, Any]) -> dict[str, Any]
 def _load_into_all(
     objects: Mapping[str, Any],
     states: Mapping[str, Any],
-    sharded: Any,
+    pieces: Pieces,
     rng_states: list[dict[str, Any]],
 ) -> None:
     """Load states into objects that they fit, and restore the random number generators."""
     for name, target in objects.items():
         scales = _scales_of(target)
-        state = state_for(target, states[name])
-        if sharded is not None:
-            state = sharded.spread(target, state)
+        state = pieces.spread(target, state_for(target, states[name]))
         unwrap_model(target).load_state_dict(state)
         _warn_of_scales(name, scales, _scales_of(target))
     set_rng_states(rng_states)
@@ -287,42 +281,13 @@ def _explain_kind(here: Description, there: Description) -> list[str]:
     return found
 
 
-# Saved values that another dtype cannot hold: loading would change them silently.
-
-
-def explain_loss(name: str, saved: Tensor, dtype: torch.dtype) -> str:
-    """Explain that loading a tensor as this dtype would change it by more than rounding; "" if not.
-
-    A tensor on the meta device is not judged, because its values are unknown.
-    """
-    if saved.dtype == dtype or saved.is_meta or _holds(dtype, saved):
-        return ""
-    there = name_dtype(saved.dtype)
-    return f"has {name} as {there} in the checkpoint, {name_dtype(dtype)} here, which cannot hold its values"
-
-
-def _holds(dtype: torch.dtype, saved: Tensor) -> bool:
-    """Return whether a tensor keeps its values in another dtype; values that are not integers may be rounded."""
-    if saved.is_complex():
-        return dtype.is_complex and _holds(dtype.to_real(), torch.view_as_real(saved.resolve_conj()))
-    dtype = dtype.to_real() if dtype.is_complex else dtype
-    if saved.is_floating_point() and dtype.is_floating_point:
-        limit = torch.finfo(dtype).max
-        if limit >= torch.finfo(saved.dtype).max:
-            return True
-        values = saved.double()
-        return not (values.isfinite() & (values.abs() > limit)).any()
-    has_sign = dtype.is_signed or not saved.dtype.is_signed or not (saved < 0).any()
-    return has_sign and torch.equal(saved.to(dtype).to(saved.dtype), saved)
-
-
 # Different saved tensors for the same memory: the last one loaded would win.
 
 
 def _explain_conflicts(objects: Mapping[str, Any], states: Mapping[str, Any]) -> list[str]:
     """List saved tensors that differ but would be loaded into the same memory."""
     found = []
-    firsts: dict[Any, tuple[str, Tensor]] = {}  # by their place in memory here
+    firsts: dict[Any, tuple[str, Tensor]] = {}  # by their storage here
     models = {name: target for name, target in objects.items() if isinstance(target, nn.Module)}
     for name, module in models.items():
         for key, here in module_state(module).items():
@@ -330,7 +295,7 @@ def _explain_conflicts(objects: Mapping[str, Any], states: Mapping[str, Any]) ->
             if not is_ordinary(here) or there.is_meta:
                 continue
             path = path_to(name, key)
-            other, saved = firsts.setdefault(place_of(here), (path, there))
+            other, saved = firsts.setdefault(storage_key(here), (path, there))
             if saved is not there and digest(saved) != digest(there):
                 problem = f"{other} and {path} differ in the checkpoint, but share memory here"
                 found.append(f"{problem}: untie them, or load equal ones")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +20,7 @@ from ..collectives.ops import all_gather_object
 from ..data.seeds import get_rng_state
 from ..errors import CheckpointError, PeerError
 from ..job import current_job, lifecycle
+from ..job.job import Peers
 from ..job.lifecycle import exchange
 from ..launch.ranks import is_main_process
 from ..parallel.models import strip, without_dtensors, wrapped_paths
@@ -35,13 +37,13 @@ from .files import (
 )
 from .folder import explain, list_and_prune
 from .states import (
+    Pieces,
     describe_object,
     digest_leaves,
     is_ordinary,
     path_to,
-    place_of,
-    sharding,
     state_of,
+    storage_key,
     take_out,
     tensors_of,
 )
@@ -53,6 +55,14 @@ _ADVICE = (
     "ddpkit.sync_buffers(model), data with ddpkit.broadcast), or save each rank's own value with "
     "per_rank={name: value}."
 )
+
+
+def sharding() -> Any:
+    """Import the module that only jobs with sharded tensors need.
+
+    Call it on all ranks, or while no rank waits for another.
+    """
+    return importlib.import_module(".sharded", __package__)
 
 
 def try_on_all(fn: Callable[[], T], doing: str = "") -> T:
@@ -96,13 +106,12 @@ class Collected(NamedTuple):
     Attributes:
         content: The part that rank 0 writes.
         compared: Names of the states in it that all ranks have.
-        sharded: Writer of the sharded tensors, whose shapes are in the content; None if there are
-            none.
+        pieces: Writer of the sharded tensors, whose shapes are in the content.
     """
 
     content: dict[str, Any]
     compared: list[str]
-    sharded: Any
+    pieces: Pieces
 
 
 def refuse_sharded(call: str, of_all: Mapping[str, Any], of_each: Mapping[str, Any]) -> None:
@@ -170,11 +179,11 @@ def collect(
     if own:
         content["per_rank"] = parts
     if not any(described):
-        return Collected(content, compared, None)
-    sharded = sharding().Sharded(path, tensors, described)  # the same on every rank
+        return Collected(content, compared, Pieces())
+    pieces = sharding().WrittenPieces(path, tensors, described)  # the same on every rank
     content["format"] = FORMAT_WITH_PIECES
-    content["sharded"] = sharded.entry
-    return Collected(content, compared, sharded)
+    content["sharded"] = pieces.entry
+    return Collected(content, compared, pieces)
 
 
 def _take_states(key: str, values: Mapping[str, Any], sharded: dict[str, Any] | None) -> dict[str, Any]:
@@ -211,22 +220,25 @@ def check_equal(values: Mapping[str, Any], collected: Collected) -> None:
     Raises:
         CheckpointError: If some differ, with their names and ranks.
     """
-    if not lifecycle.joined():
+    if lifecycle.enter_collective() is None:
         return
     digests: dict[str, str] = {}
     for name in collected.compared:
         digests.update(digest_leaves(name, collected.content["state"][name]))
         for buffer in _broadcast_buffers(values[name]):
             digests.pop(path_to(name, buffer), None)
-    problem = explain_differences(gather_unless_equal(dict(sorted(digests.items())), None))
-    if not problem and collected.sharded is not None:
-        problem = collected.sharded.explain_differences()
+    problem = _explain_differences(dict(sorted(digests.items())), None)
+    if collected.pieces.is_shared and not problem:
+        for peers, parts in collected.pieces.replicated():  # in each group, whatever was found so far
+            problem = _explain_differences(parts, peers) or problem
+        problem = merge_problems(exchange(problem))
     if problem:
         raise CheckpointError(problem)
 
 
-def explain_differences(everyone: Mapping[int, Mapping[str, str]]) -> str:
-    """List the digests, given by rank, that differ; "" if there are none."""
+def _explain_differences(digests: dict[str, str], peers: Peers | None) -> str:
+    """List the digests that differ between these ranks; "" if there are none. Collective."""
+    everyone = gather_unless_equal(digests, peers)
     if not everyone:
         return ""
     differing = differing_parts(everyone)
@@ -265,17 +277,17 @@ def snapshot(content: Any, memory: Memory | None) -> Callable[[], Any]:
         free.update(memory)
         memory.clear()
     copies: dict[int, Any] = {}  # by a tensor's id
-    by_place: dict[Any, Tensor] = {}  # one copy for the same elements
+    by_storage: dict[Any, Tensor] = {}  # one copy for the same elements
     devices = set()
     for _, tensor in tensors_of("", content):
         if tensor.is_cuda:
             devices.add(tensor.device)
         if memory is None or not is_ordinary(tensor) or tensor.is_meta:
             continue
-        place = place_of(tensor)
-        if place not in by_place:
-            by_place[place] = _copy_to_cpu(tensor, free, memory)
-        copies[id(tensor)] = by_place[place]
+        key = storage_key(tensor)
+        if key not in by_storage:
+            by_storage[key] = _copy_to_cpu(tensor, free, memory)
+        copies[id(tensor)] = by_storage[key]
     given = content if memory is None else copy.deepcopy(content, copies)
     # from this thread's streams; later work on the device, such as the next step, runs after the copies
     events = [torch.cuda.current_stream(device).record_event() for device in devices]
@@ -307,7 +319,7 @@ def _copy_to_cpu(tensor: Tensor, free: Memory, used: Memory) -> Tensor:
 def write(
     path: Path,
     saved: tuple[dict[str, Any] | None, Any],
-    sharded: Any,
+    others: Pieces,
     keep: tuple[int, int],
     check: Callable[[], None],
 ) -> None:
@@ -316,7 +328,7 @@ def write(
     Args:
         path: The checkpoint.
         saved: Its content, None on ranks other than 0, and this rank's pieces of sharded tensors.
-        sharded: Writer of those pieces; None if there are none.
+        others: Writer of the pieces of all ranks.
         keep: Number of checkpoints to keep: the last ones, and the best ones.
         check: Raises if the writing must stop.
     """
@@ -324,18 +336,16 @@ def write(
 
     def write_content(file: BinaryIO) -> None:
         dump(content, file, check)
-        if sharded is not None:
-            sharded.wait_for_others(check)
+        others.wait_for_others(check)
 
     with ExitStack() as undo:
-        if content is not None and sharded is not None:
-            undo.callback(sharded.delete)
+        if content is not None:
+            undo.callback(others.delete)
         if pieces:
-            sharded.write(pieces, check)
+            others.write(pieces, check)
         if content is None:
             return
         with writing_into(path.parent):
             write_durably(path, write_content)
         undo.pop_all()
-    pieces_folder = sharded.folder.name if sharded is not None else ""
-    list_and_prune(path, content["score"], *keep, pieces_folder)
+    list_and_prune(path, content["score"], *keep, others.folder_name)

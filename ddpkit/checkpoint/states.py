@@ -6,9 +6,9 @@ model may be wrapped differently when it is loaded.
 
 from __future__ import annotations
 
-import importlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -18,49 +18,45 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..collectives.digest import digest
-from ..collectives.tree import is_dense
+from ..collectives.tree import is_dense, name_dtype
+from ..job.job import Peers
 from ..parallel.models import strip, unwrap_model, wrapped_paths
 from ..torch_internals import is_dtensor, module_versions, set_module_versions
 
 Description = tuple[str, list[list[tuple[int, ...]]]]  # of an object: see `describe_object()`
 
+# Nested values: what they hold, by path. Only exact lists and tuples can be rebuilt; other kinds are leaves then.
 
-def sharding() -> Any:
-    """Import `ddpkit.sharded`, which only jobs with sharded tensors need.
+_PLAIN = {int, float, bool, str, type(None)}  # a state of a random number generator has hundreds
 
-    Call it on all ranks, or while no rank waits for another.
+
+def walk(path: str, value: Any, with_plain: bool = True) -> list[tuple[str, Any]]:
+    """List a nested value by path: each container before what it holds.
+
+    Args:
+        path: Path of the value.
+        value: The value.
+        with_plain: Whether to include numbers, strings and None in containers.
     """
-    return importlib.import_module("ddpkit.sharded")
-
-
-# Nested values: their leaves, by path.
-
-
-def children(value: Any) -> list[tuple[Any, Any]] | None:
-    """List the keys and values of a container of a nested value; None for a leaf."""
+    found = [(path, value)]
+    items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Mapping):
-        return list(value.items())
-    if isinstance(value, list | tuple):
-        return list(enumerate(value))
-    return None
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    for key, inner in items:
+        if with_plain or type(inner) not in _PLAIN:
+            found += walk(path_to(path, key), inner, with_plain)
+    return found
 
 
-def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Iterate over the leaves of a nested value, by path."""
-    items = children(value)
-    if items is None:
-        yield path, value
-    for key, inner in items or ():
-        yield from leaves(path_to(path, key), inner)
-
-
-def tensors_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Iterate over the tensors of an object or nested value, without its state dict."""
+def tensors_of(name: str, value: Any) -> list[tuple[str, Any]]:
+    """List the tensors of an object or nested value by path, without calling `state_dict()`."""
     if isinstance(value, nn.Module):
         value = dict([*value.named_parameters(), *value.named_buffers()])
     elif isinstance(value, Optimizer):
         value = {"param_groups": value.param_groups, "state": list(value.state.values())}
-    return ((path, leaf) for path, leaf in leaves(name, value) if isinstance(leaf, Tensor))
+    return [(path, leaf) for path, leaf in walk(name, value, with_plain=False) if isinstance(leaf, Tensor)]
 
 
 def digest_leaves(name: str, state: Any) -> dict[str, str]:
@@ -69,12 +65,10 @@ def digest_leaves(name: str, state: Any) -> dict[str, str]:
     Digests differ if one bit of the leaves differs. Containers have one, too, of their class and
     length.
     """
-    items = children(state)
-    if items is None:
-        return {name: digest(state)}
-    digests = {name: f"{type(state).__name__} of {len(state)}"}
-    for key, value in items:
-        digests.update(digest_leaves(path_to(name, key), value))
+    digests = {}
+    for path, value in walk(name, state):
+        is_container = isinstance(value, Mapping | list | tuple)
+        digests[path] = f"{type(value).__name__} of {len(value)}" if is_container else digest(value)
     return digests
 
 
@@ -90,6 +84,41 @@ def path_to(container: str, key: Any) -> str:
     return f"{container}[{key!r}]"
 
 
+def map_leaves(path: str, state: Any, convert: Callable[[str, Any], Any]) -> Any:
+    """Return a nested state with its leaves converted by a function, which also gets their paths.
+
+    NumPy's scalars become Python's first, also as keys: loading NumPy's needs code. Numbers, strings and None in
+    containers are not converted. Containers without changes are returned as they are.
+    """
+    if isinstance(state, Mapping):
+        items = {}
+        for key, value in state.items():
+            if type(value) not in _PLAIN:
+                value = map_leaves(path_to(path, key), value, convert)
+            items[_plain(key)] = value
+        return _same_mapping(state, items)
+    if type(state) not in (list, tuple):
+        return convert(path, _plain(state))
+    values = list(state)
+    for i, value in enumerate(state):
+        if type(value) not in _PLAIN:
+            values[i] = map_leaves(path_to(path, i), value, convert)
+    if all(map(is_, values, state)):
+        return state
+    return type(state)(values)
+
+
+def _same_mapping(state: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Return a mapping like `state` with these items; `state` itself if they are its own."""
+    if all(map(is_, items, state)) and all(map(is_, items.values(), state.values())):
+        return state
+    if isinstance(state, OrderedDict):
+        copy = OrderedDict(items)
+        copy.__dict__.update(state.__dict__)  # torch's version metadata of a model
+        return copy
+    return items
+
+
 def take_out(
     name: str,
     state: Any,
@@ -97,8 +126,6 @@ def take_out(
     is_wanted: Callable[[Any], bool] = is_dtensor,
 ) -> Any:
     """Return a nested state with some tensors replaced by empty ones on the meta device.
-
-    NumPy's scalars become Python's: loading NumPy's needs code.
 
     Args:
         name: Path of the state.
@@ -108,38 +135,17 @@ def take_out(
     """
 
     def convert(path: str, value: Any) -> Any:
-        if is_wanted(value):
-            found[path] = value
-            return torch.empty(value.shape, dtype=value.dtype, device="meta")
-        return _plain(value)
+        if not is_wanted(value):
+            return value
+        found[path] = value
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
     return map_leaves(name, state, convert)
 
 
-def map_leaves(name: str, state: Any, convert: Callable[[str, Any], Any]) -> Any:
-    """Return a nested state with its leaves and keys converted by a function, which also gets their paths.
-
-    Containers without changes are returned as they are.
-    """
-    if isinstance(state, Mapping):
-        items = {}
-        for key, value in state.items():
-            path = path_to(name, key)
-            items[convert(path, key)] = map_leaves(path, value, convert)
-        return same_mapping(state, items)
-    if type(state) not in (list, tuple):
-        return convert(name, state)
-    values = []
-    for i, value in enumerate(state):
-        values.append(map_leaves(path_to(name, i), value, convert))
-    if all(new is old for new, old in zip(values, state, strict=True)):
-        return state
-    return type(state)(values)
-
-
 def without_tensors(state: Any) -> Any:
     """Return a nested state with ordinary tensors replaced by their paths."""
-    return map_leaves("", state, lambda path, value: path if is_ordinary(value) else _plain(value))
+    return map_leaves("", state, lambda path, value: path if is_ordinary(value) else value)
 
 
 def _plain(value: Any) -> Any:
@@ -151,25 +157,56 @@ def is_ordinary(value: Any) -> bool:
     return type(value) in (Tensor, nn.Parameter) and not vars(value) and is_dense(value)
 
 
-def place_of(tensor: Tensor) -> tuple[Any, ...]:
+def storage_key(tensor: Tensor) -> tuple[Any, ...]:
     """Return the memory and elements that a tensor refers to."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), type(tensor)
 
 
-def find_stand_ins(name: str, state: Any) -> dict[str, Tensor]:
+def find_placeholders(name: str, state: Any) -> dict[str, Tensor]:
     """Find the tensors on the meta device in a nested state, by the paths from `take_out()`."""
     return {path: tensor for path, tensor in tensors_of(name, state) if tensor.is_meta}
 
 
-def same_mapping(state: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Return a mapping like `state` with these items; `state` itself if they are its own."""
-    if all(new is old and items[new] is state[old] for new, old in zip(items, state, strict=True)):
+class Pieces:
+    """The pieces of a checkpoint's sharded tensors, here of one without: nothing to do. `sharded` has those of others.
+
+    Attributes:
+        folder_name: Folder of the pieces; "" if there is none.
+        mine: The pieces that this rank writes.
+        is_shared: Whether ranks other than rank 0 write something.
+    """
+
+    folder_name = ""
+    mine: Sequence[tuple[int, Tensor]] = ()
+    is_shared = False
+
+    def make_folder(self) -> None:
+        """Create the folder."""
+
+    def delete(self) -> None:
+        """Delete the folder."""
+
+    def replicated(self) -> Iterable[tuple[Peers | None, dict[str, str]]]:
+        """Iterate over the ranks that hold the same parts of tensors, with the digests of this rank's. Collective."""
+        return ()
+
+    def write(self, pieces: Sequence[tuple[int, Tensor]], check: Callable[[], None]) -> None:
+        """Write this rank's file."""
+
+    def wait_for_others(self, check: Callable[[], None]) -> None:
+        """Wait until all ranks have written their files."""
+
+    def explain_losses(self, objects: Mapping[str, Any], states: Mapping[str, Any]) -> list[str]:
+        """List the model tensors with a dtype that cannot hold the values in the files."""
+        return []
+
+    def spread(self, target: Any, state: Any) -> Any:
+        """Return a state with its tensors read, each sharded like the object's."""
         return state
-    if isinstance(state, OrderedDict):
-        copy = OrderedDict(items)
-        copy.__dict__.update(state.__dict__)  # torch's version metadata of a model
-        return copy
-    return items
+
+    def fill(self, state: Any) -> Any:
+        """Return a nested state with its sharded tensors read, on the CPU."""
+        return state
 
 
 # States of objects, with names without wrappers.
@@ -235,3 +272,32 @@ def describe_object(value: Any) -> Description:
     kind = type(value).__name__ if isinstance(value, Optimizer | LRScheduler) else ""
     groups = value.param_groups if isinstance(value, Optimizer) else []
     return kind, [[tuple(tensor.shape) for tensor in group["params"]] for group in groups]
+
+
+# Saved values that another dtype cannot hold: loading would change them silently.
+
+
+def explain_loss(name: str, saved: Tensor, dtype: torch.dtype) -> str:
+    """Explain that loading a tensor as this dtype would change it by more than rounding; "" if not.
+
+    A tensor on the meta device is not judged, because its values are unknown.
+    """
+    if saved.dtype == dtype or saved.is_meta or _holds(dtype, saved):
+        return ""
+    there = name_dtype(saved.dtype)
+    return f"has {name} as {there} in the checkpoint, {name_dtype(dtype)} here, which cannot hold its values"
+
+
+def _holds(dtype: torch.dtype, saved: Tensor) -> bool:
+    """Return whether a tensor keeps its values in another dtype; values that are not integers may be rounded."""
+    if saved.is_complex():
+        return dtype.is_complex and _holds(dtype.to_real(), torch.view_as_real(saved.resolve_conj()))
+    dtype = dtype.to_real() if dtype.is_complex else dtype
+    if saved.is_floating_point() and dtype.is_floating_point:
+        limit = torch.finfo(dtype).max
+        if limit >= torch.finfo(saved.dtype).max:
+            return True
+        values = saved.double()
+        return not (values.isfinite() & (values.abs() > limit)).any()
+    has_sign = dtype.is_signed or not saved.dtype.is_signed or not (saved < 0).any()
+    return has_sign and torch.equal(saved.to(dtype).to(saved.dtype), saved)

@@ -13,6 +13,8 @@ on twice by all ranks.
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -66,23 +68,25 @@ def add_up(fingerprint: str, numbers: Sequence[float] | Numbers, peers: Peers | 
     Raises:
         MismatchError: If the fingerprints differ, on every rank, with what differs.
     """
-    if not lifecycle.joined():
+    session = lifecycle.enter_collective()
+    if session is None:
         return np.array(numbers, np.float64)
     block = np.zeros(_CHECK + PAYLOAD)
     payload = block[_CHECK : _CHECK + len(numbers)]
     is_inline = len(numbers) <= PAYLOAD
     if is_inline:
         payload[:] = numbers
-    block[:_CHECK], expected = _check_numbers(fingerprint, len(ranks_of(peers)))
+    everyone = ranks_of(peers)
+    block[:_CHECK], expected = _check_numbers(fingerprint, len(everyone))
     if type(torch.from_numpy(block)) is not Tensor:  # it would not be sent, and the other ranks would wait
         raise TypeError("Collectives cannot run under FakeTensorMode. Call them outside it.")
-    session = current_job.current_session()
-    session.waits = "check" if peers is None else ""
+    if peers is None:
+        session.waits = "check", time.monotonic(), math.inf  # it asks nobody
     try:
         with current_job.peer_errors():
-            _sum_over_ranks(block, peers)
+            _sum_over_ranks(block, everyone, peers)
     finally:
-        session.waits = ""
+        session.waits = None
     if block[:_CHECK].tobytes() != expected:
         _raise_mismatch(fingerprint, peers)
     if is_inline:
@@ -96,7 +100,7 @@ def reduce_in_place(buffer: Tensor, greatest: bool = False, peers: Peers | None 
 
     Never AVG: gloo lacks it, or it is wrong or raises, depending on torch's version and the dtype.
     """
-    if lifecycle.joined() and buffer.numel():
+    if current_job.has_peers() and buffer.numel():
         op = dist.ReduceOp.MAX if greatest else dist.ReduceOp.SUM
         with current_job.peer_errors():
             dist.all_reduce(buffer, op, group=group_of(peers))
@@ -119,14 +123,9 @@ class raise_everywhere:
                 check_fingerprint(fingerprint_of(self.call, error=describe_error(error)), self.peers)
 
 
-def joined_world_size(peers: Peers | None = None) -> int:
-    """Return the number of participating ranks; 1 without peers."""
-    return len(ranks_of(peers)) if lifecycle.joined() else 1
-
-
 def communication_device(device: torch.device, peers: Peers | None = None) -> torch.device:
     """Choose the device where a tensor travels: its own if the group's backend supports it, else the control device."""
-    if not lifecycle.joined() or f"{device.type}:" in dist.get_backend_config(group_of(peers)):
+    if not current_job.has_peers() or f"{device.type}:" in dist.get_backend_config(group_of(peers)):
         return device
     return control_device(peers)
 
@@ -138,9 +137,9 @@ def control_device(peers: Peers | None) -> torch.device:
     return torch.device("cpu") if current_job.job is None else current_job.job.control
 
 
-def _sum_over_ranks(block: Numbers, peers: Peers | None) -> None:
+def _sum_over_ranks(block: Numbers, everyone: Sequence[int], peers: Peers | None) -> None:
     """Sum a block over all ranks, in place and in rank order. Collective."""
-    everyone, group = ranks_of(peers), group_of(peers)
+    group = group_of(peers)
     device = control_device(peers)
     if device.type != "cpu":
         on_device = torch.from_numpy(block).to(device)

@@ -33,7 +33,7 @@ def peers_of(group: Group | None) -> Peers | None:
     if group is None:
         return None
     own = _process_group(group)
-    if not lifecycle.joined() or own is current_group():
+    if lifecycle.enter_collective() is None or own is current_group():
         return None
     try:
         members = dist.get_process_group_ranks(own)
@@ -92,7 +92,7 @@ def set_data_parallel(group: Group | None) -> None:
     """
     with raise_everywhere("set_data_parallel()"):
         own = _ranks_in(group)
-    if not lifecycle.joined():
+    if lifecycle.enter_collective() is None:
         return
     named = gather_objects("set_data_parallel()", own)
     if not _is_partition(named):

@@ -16,18 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..job.job import Peers
+from ..job import lifecycle
+from ..job.job import Peers, ranks_of
 from .consistency import (
     PAYLOAD,
     Numbers,
     add_up,
     communication_device,
     fingerprint_of,
-    joined_world_size,
     raise_everywhere,
     reduce_in_place,
 )
-from .tree import Leaf, concatenate, rebuild, take_apart
+from .tree import Leaf, concatenate, describe
 
 OPS = ("sum", "mean", "min", "max")
 _EXTREMES = ("min", "max")
@@ -43,45 +43,120 @@ def reduce_tree(
     value: Any, op: str, weight: Any, check: bool, peers: Peers | None = None, call: str | None = None
 ) -> Any:
     """Do what `all_reduce_mean` and `all_reduce` promise; errors name the `call` of the script. Collective."""
-    world_size = joined_world_size(peers)
+    lifecycle.enter_collective()
+    world_size = len(ranks_of(peers))
     call = call or _name_call(op, weight is not None)
     with raise_everywhere(call, peers):
         if op not in OPS:
             raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}.")
         if weight is not None:
             weight = _as_float(weight)
-        described = take_apart(call, value)
-        leaves = described.leaves
+        reducible = describe(call, value)
+        leaves = reducible.leaves
         if op != "mean":
             _check_ints(leaves, op, world_size)
     if world_size > 1:
         is_checked = check or weight is not None
-        plan = _make_plan(call, op, is_checked, described.paths, described.parts)
+        plan = _make_plan(call, op, is_checked, tuple(reducible.tree.paths), tuple(reducible.parts))
         results = _reduce(leaves, plan, op, weight, world_size, peers)
     elif weight == 0:
         raise _no_weight()
     else:
         results = [_reduce_alone(leaf, op) for leaf in leaves]
-    return rebuild(value, described, results)
+    return reducible.rebuild(results)
 
 
 class _Group(NamedTuple):
-    """The leaves of one dtype on one kind of device, packed into one buffer; without dtype, Python numbers."""
+    """The leaves of one dtype on one kind of device, packed into one buffer; without dtype, Python numbers.
 
+    For minima and maxima elements become keys, int64 in their order, of which ranks take the greatest.
+    """
+
+    op: str
     device: str
-    dtype: torch.dtype | None
+    dtype: Any
     members: list[int]  # indices of leaves
     shapes: list[tuple[int, ...]]
     sizes: list[int]
-    scalar: bool  # whether all are of shape ()
 
-    def count_slots(self, op: str) -> int:
+    def count_slots(self) -> int:
         """Count the numbers of its buffer if that travels in the block."""
-        return sum(self.sizes) * _SLOTS.get((op, self.dtype), 1)
+        return sum(self.sizes) * _SLOTS.get((self.op, self.dtype), 1)
 
     def take(self, leaves: list[Any]) -> list[Any]:
         """Return its members among all leaves."""
         return [leaves[i] for i in self.members]
+
+    def pack(self, leaves: list[Any]) -> Tensor:
+        """Pack its members into a new buffer: to be added, ints in float64 or int64, half in float32."""
+        dtype, is_extreme = self.dtype, self.op in _EXTREMES
+        if dtype is None:
+            kind = torch.int64 if is_extreme else torch.float64
+            return torch.tensor(self.pack_numbers(leaves), dtype=kind, device=_CPU)
+        flat = self.join(leaves)
+        if is_extreme:
+            return _keys(flat, self.op)
+        if dtype.is_floating_point:
+            return flat.to(torch.promote_types(dtype, torch.float32))
+        return flat.to(torch.int64 if self.op == "sum" else torch.float64)
+
+    def unpack(self, buffer: Tensor, leaves: list[Any], divisor: float) -> list[Any]:
+        """Return the results; the buffer is overwritten."""
+        if divisor != 1:  # by a plain number, CUDA would multiply with its reciprocal, which rounds twice
+            buffer.div_(torch.full((), divisor, dtype=buffer.dtype, device=buffer.device))
+        if self.dtype is None:
+            return self.unpack_numbers(buffer.tolist())
+        return self.split(buffer, leaves)
+
+    def join(self, leaves: list[Any]) -> Tensor:
+        """Join its members in a new tensor."""
+        own = self.take(leaves)
+        first = own[0].device
+        if first.type != "cpu":  # of which there may be several
+            own = [leaf.to(first) for leaf in own]
+        if not any(self.shapes):
+            return torch.stack(own, out=torch.empty(len(own), dtype=self.dtype, device=first))  # as in `concatenate`
+        return concatenate([leaf.reshape(-1) for leaf in own])
+
+    def split(self, flat: Tensor, leaves: list[Any]) -> list[Tensor]:
+        """Split a buffer of results: floats in their dtype, means of ints in float64, sums of ints in int64."""
+        if self.op in _EXTREMES:
+            flat = _from_keys(flat, self.dtype, self.op)
+        elif self.dtype.is_floating_point:
+            flat = flat.to(self.dtype)
+        elif self.op == "sum":
+            flat = flat.to(torch.int64)
+        flat = flat.to(leaves[self.members[0]].device)
+        if not any(self.shapes):
+            results = list(flat.unbind())
+        else:
+            results = list(map(Tensor.view, flat.split_with_sizes(self.sizes), self.shapes))
+        if self.device == "cpu":  # of other devices there may be several
+            return results
+        return [result.to(leaf.device) for result, leaf in zip(results, self.take(leaves), strict=True)]
+
+    def pack_numbers(self, leaves: list[Any]) -> list[float]:
+        """Pack Python numbers: but for a mean, with their types."""
+        own = self.take(leaves)
+        if self.op == "mean":
+            return list(map(float, own))
+        packed = own
+        if self.op in _EXTREMES:
+            packed = _keys(torch.tensor(own, dtype=torch.float64, device=_CPU), self.op).tolist()
+        return [*packed, *(_KINDS[type(number)] for number in own)]
+
+    def unpack_numbers(self, packed: list[float]) -> list[float]:
+        """Unpack Python numbers: but for a mean, of the widest type that a rank has."""
+        if self.op == "mean":
+            return packed
+        half = len(packed) // 2
+        found = packed[:half]
+        if self.op in _EXTREMES:
+            found = _from_keys(torch.tensor(found, device=_CPU), torch.float64, self.op).tolist()
+        for i, kind in enumerate(packed[half:]):
+            if kind < _FLOAT:
+                found[i] = int(found[i]) if kind or self.op == "sum" else bool(found[i])
+        return found
 
 
 class _Plan(NamedTuple):
@@ -99,23 +174,20 @@ def _make_plan(call: str, op: str, is_checked: bool, paths: tuple[str, ...], par
     leaves = [part for part in parts if isinstance(part, Leaf)]
     for i, leaf in enumerate(leaves):
         found.setdefault((leaf.device, leaf.dtype), []).append(i)
-    groups = [_group_of(leaves, members) for members in found.values()]
+    groups = []
+    for (device, dtype), members in found.items():
+        shapes = [leaves[i].shape for i in members]
+        groups.append(_Group(op, device, dtype, members, shapes, list(map(math.prod, shapes))))
     if not is_checked and leaves == list(parts) and leaves[0].dtype is not None:  # one tensor
         return _Plan("", [], groups)
-    groups.sort(key=lambda group: group.count_slots(op))
-    ends = itertools.accumulate(group.count_slots(op) for group in groups)
+    groups.sort(key=_Group.count_slots)
+    ends = itertools.accumulate(map(_Group.count_slots, groups))
     count = 0 if op in _EXTREMES else sum(end < PAYLOAD for end in ends)
     fingerprint = fingerprint_of(call, dict(zip(paths, map(str, parts), strict=True)))
     batches: dict[Any, list[_Group]] = {}
     for group in groups[:count]:
         batches.setdefault((group.device, group.dtype is None), []).append(group)
     return _Plan(fingerprint, list(batches.values()), groups[count:])
-
-
-def _group_of(leaves: list[Leaf], members: list[int]) -> _Group:
-    """Make the group of some leaves, by their indices, all of one dtype on one kind of device."""
-    first, shapes = leaves[members[0]], [leaves[i].shape for i in members]
-    return _Group(first.device, first.dtype, members, shapes, list(map(math.prod, shapes)), not any(shapes))
 
 
 def _reduce_alone(leaf: Any, op: str) -> Any:
@@ -139,7 +211,7 @@ def _reduce(
     elif op == "mean":
         factor, divisor = normalise(world_size)
     results: dict[int, Any] = {}
-    packed = [_pack_inline(leaves, batch, op, factor) for batch in plan.inline]
+    packed = [_pack_inline(leaves, batch, factor) for batch in plan.inline]
     if plan.fingerprint:
         sums = add_up(plan.fingerprint, np.concatenate([[weight or 0.0], *packed]), peers)
         divisor = divisor if weight is None else float(sums[0])
@@ -148,94 +220,38 @@ def _reduce(
     start = 1
     for batch, given in zip(plan.inline, packed, strict=True):
         end = start + len(given)
-        results.update(_unpack_inline(sums[start:end], leaves, batch, op, divisor))
+        with np.errstate(all="ignore"):
+            results.update(_unpack_inline(sums[start:end] / divisor, leaves, batch))
         start = end
     for group in plan.separate:
-        own = group.take(leaves)
-        home = _CPU if group.dtype is None else own[0].device
-        buffer = _scale(_pack(own, group, op).to(communication_device(home, peers)), factor)
+        home = _CPU if group.dtype is None else leaves[group.members[0]].device
+        buffer = _scale(group.pack(leaves).to(communication_device(home, peers)), factor)
         reduce_in_place(buffer, op in _EXTREMES, peers)
-        results.update(zip(group.members, _unpack(buffer, own, group, op, divisor), strict=True))
+        results.update(zip(group.members, group.unpack(buffer, leaves, divisor), strict=True))
     return [results[i] for i in range(len(leaves))]
 
 
-# Buffers. For minima and maxima elements become keys, int64 in their order, of which ranks take the greatest.
-
-
-def _pack_inline(leaves: list[Any], batch: list[_Group], op: str, factor: float) -> Numbers:
+def _pack_inline(leaves: list[Any], batch: list[_Group], factor: float) -> Numbers:
     """Pack leaves into floats, multiplied by a factor; they leave their device in one copy."""
     if batch[0].dtype is None:
-        found = _pack_numbers(batch[0].take(leaves), op)
+        found = batch[0].pack_numbers(leaves)
     else:
-        parts = [_join(group.take(leaves), group).to(torch.float64) for group in batch]
+        parts = [group.join(leaves).to(torch.float64) for group in batch]
         found = (parts[0] if len(parts) == 1 else concatenate(parts)).tolist()
     packed: Numbers = np.array(found, np.float64)
     with np.errstate(all="ignore"):
         return packed * factor if factor else np.full_like(packed, -0.0)  # as in `_scale`
 
 
-def _unpack_inline(
-    sums: Numbers, leaves: list[Any], batch: list[_Group], op: str, divisor: float
-) -> Iterator[tuple[int, Any]]:
+def _unpack_inline(results: Numbers, leaves: list[Any], batch: list[_Group]) -> Iterator[tuple[int, Any]]:
     """Yield the results of a batch, each with the index of its leaf."""
     first = batch[0]
-    with np.errstate(all="ignore"):
-        sums = sums / divisor
     if first.dtype is None:
-        yield from zip(first.members, _unpack_numbers(sums.tolist(), op), strict=True)
+        yield from zip(first.members, first.unpack_numbers(results.tolist()), strict=True)
         return
-    buffer = torch.from_numpy(sums).to(leaves[first.members[0]].device)
+    buffer = torch.from_numpy(results).to(leaves[first.members[0]].device)
     for group, flat in zip(batch, buffer.split_with_sizes([sum(group.sizes) for group in batch]), strict=True):
-        yield from zip(
-            group.members, _split(_unpack_elements(flat.clone(), group, op), group.take(leaves), group), strict=True
-        )
-
-
-def _join(own: list[Any], group: _Group) -> Tensor:
-    """Join leaves of a dtype in a new tensor."""
-    first = own[0].device
-    if first.type != "cpu":  # of which there may be several
-        own = [leaf.to(first) for leaf in own]
-    if group.scalar:
-        return torch.stack(own, out=torch.empty(len(own), dtype=group.dtype, device=first))  # as in `concatenate`
-    return concatenate([leaf.reshape(-1) for leaf in own])
-
-
-def _split(flat: Tensor, own: list[Any], group: _Group) -> list[Tensor]:
-    """Split what was joined, in the shapes and on the devices of its leaves."""
-    if group.scalar:
-        results = list(flat.unbind())
-    else:
-        results = [
-            part.view(shape) for part, shape in zip(flat.split_with_sizes(group.sizes), group.shapes, strict=True)
-        ]
-    if group.device != "cpu":  # of which there may be several
-        results = [result.to(leaf.device) for result, leaf in zip(results, own, strict=True)]
-    return results
-
-
-def _pack(own: list[Any], group: _Group, op: str) -> Tensor:
-    """Pack leaves of a dtype into a new buffer: to be added, ints in float64 or int64, half in float32."""
-    dtype = group.dtype
-    if dtype is None:
-        kind = torch.int64 if op in _EXTREMES else torch.float64
-        return torch.tensor(_pack_numbers(own, op), dtype=kind, device=_CPU)
-    flat = _join(own, group)
-    if op in _EXTREMES:
-        return _keys(flat, op)
-    if dtype.is_floating_point:
-        return flat.to(torch.promote_types(dtype, torch.float32))
-    return flat.to(torch.int64 if op == "sum" else torch.float64)
-
-
-def _pack_numbers(own: list[Any], op: str) -> list[float]:
-    """Pack Python numbers: but for a mean, with their types."""
-    if op == "mean":
-        return list(map(float, own))
-    packed = own
-    if op in _EXTREMES:
-        packed = _keys(torch.tensor(own, dtype=torch.float64, device=_CPU), op).tolist()
-    return [*packed, *(_KINDS[type(number)] for number in own)]
+        yield from zip(group.members, group.split(flat.clone(), leaves), strict=True)
 
 
 def _scale(buffer: Tensor, factor: float) -> Tensor:
@@ -243,39 +259,6 @@ def _scale(buffer: Tensor, factor: float) -> Tensor:
     if not factor:
         return buffer.fill_(-0.0)
     return buffer if factor == 1 else buffer.mul_(factor)
-
-
-def _unpack(buffer: Tensor, own: list[Any], group: _Group, op: str, divisor: float) -> list[Any]:
-    """Return the results of a group of leaves; the buffer is overwritten."""
-    if divisor != 1:  # by a plain number, CUDA would multiply with its reciprocal, which rounds twice
-        buffer.div_(torch.full((), divisor, dtype=buffer.dtype, device=buffer.device))
-    if group.dtype is None:
-        return _unpack_numbers(buffer.tolist(), op)
-    return _split(_unpack_elements(buffer, group, op).to(own[0].device), own, group)
-
-
-def _unpack_elements(buffer: Tensor, group: _Group, op: str) -> Tensor:
-    """Unpack floats in their dtype, means of ints in float64, sums of ints in int64."""
-    dtype: Any = group.dtype
-    if op in _EXTREMES:
-        return _from_keys(buffer, dtype, op)
-    if dtype.is_floating_point:
-        return buffer.to(dtype)
-    return buffer.to(torch.int64) if op == "sum" else buffer
-
-
-def _unpack_numbers(packed: list[float], op: str) -> list[float]:
-    """Unpack Python numbers: but for a mean, of the widest type that a rank has."""
-    if op == "mean":
-        return packed
-    half = len(packed) // 2
-    found = packed[:half]
-    if op in _EXTREMES:
-        found = _from_keys(torch.tensor(found, device=_CPU), torch.float64, op).tolist()
-    for i, kind in enumerate(packed[half:]):
-        if kind < _FLOAT:
-            found[i] = int(found[i]) if kind or op == "sum" else bool(found[i])
-    return found
 
 
 def _keys(flat: Tensor, op: str) -> Tensor:

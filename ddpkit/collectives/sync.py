@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from ..arguments import check_timeout
 from ..errors import PeerError, like_original
-from ..job import current_job, lifecycle
+from ..job import lifecycle
 from ..job.job import subset_of
 from ..launch import ranks
 from .groups import Group, peers_of
@@ -47,16 +47,16 @@ def barrier(name: str | None = None, timeout: timedelta | None = None, *, group:
         >>> barrier()
     """
     subset = subset_of(peers_of(group))
-    if not lifecycle.joined():
+    session = lifecycle.enter_collective()
+    if session is None:
         if timeout is not None:
             check_timeout(timeout)
         return
-    session = current_job.current_session()
     key = _key(session, "barrier", name, subset)
     if timeout is not None:
         with _report_failure(session, key, subset):  # the others pass a valid time-out
             check_timeout(timeout)
-    session.meet(key, timeout, ranks=subset)
+    session.barrier(key, timeout, ranks=subset)
 
 
 @contextmanager
@@ -78,10 +78,10 @@ def together(name: str | None = None) -> Iterator[None]:
         >>> with together("read the index"):
         ...     index = list(range(3))
     """
-    if not lifecycle.joined():
+    session = lifecycle.enter_collective()
+    if session is None:
         yield
         return
-    session = current_job.current_session()
     key = _key(session, "together", name)
     with _report_failure(session, key):
         yield
@@ -107,10 +107,10 @@ def main_process_first(local: bool = False) -> Iterator[None]:
         >>> with main_process_first():
         ...     data = "read from the cache, or downloaded into it"
     """
-    if not lifecycle.joined():
+    session = lifecycle.enter_collective()
+    if session is None:
         yield
         return
-    session = current_job.current_session()
     key = session.count("main_process_first")
     first = 0
     if local:
@@ -121,7 +121,7 @@ def main_process_first(local: bool = False) -> Iterator[None]:
         return
     with _report_failure(session, key):
         yield
-    session.meet(key)
+    session.barrier(key)
 
 
 def run_on_main(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -148,9 +148,9 @@ def run_on_main(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         >>> run_on_main(sorted, [2, 1])
         [1, 2]
     """
-    if not lifecycle.joined():
+    session = lifecycle.enter_collective()
+    if session is None:
         return fn(*args, **kwargs)
-    session = current_job.current_session()
     key = session.count("run_on_main")
     call = "run_on_main()"
     if session.rank != 0:
@@ -160,7 +160,7 @@ def run_on_main(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     with _report_failure(session, key):
         value = fn(*args, **kwargs)
         data = pickled(call, value)
-    session.meet(key)  # on the store, so that no rank is late for the process group
+    session.barrier(key)  # on the store, so that no rank is late for the process group
     broadcast_bytes(call, data, 0)
     return value
 
@@ -197,9 +197,9 @@ def stop_together(flag: bool) -> bool:
         >>> stop_together(False)
         False
     """
-    if not lifecycle.joined():
+    session = lifecycle.enter_collective()
+    if session is None:
         return _as_bool(flag)
-    session = current_job.current_session()
     key = session.count("stop_together")
     with _report_failure(session, key):
         wants = _as_bool(flag)
@@ -208,7 +208,7 @@ def stop_together(flag: bool) -> bool:
     with session.bounded(session.timeout):
         if wants:
             session.store.add(counter, 1)
-        session.meet(key, used=used)
+        session.barrier(key, used=used)
         return session.store.add(counter, 0) > 0
 
 
@@ -232,7 +232,7 @@ def _meet(session: Session, key: str, timeout: timedelta | None = None) -> None:
     Otherwise they would go separate ways.
     """
     try:
-        session.meet(key, timeout)
+        session.barrier(key, timeout)
     except PeerError as error:
         raise like_original(error) from None
 
@@ -243,5 +243,5 @@ def _report_failure(session: Session, key: str, subset: Ranks | None = None) -> 
     try:
         yield
     except BaseException as error:
-        session.meet(key, error=error, ranks=subset)
+        session.barrier(key, error=error, ranks=subset)
         raise

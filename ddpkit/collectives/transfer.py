@@ -21,15 +21,14 @@ from ..torch_internals import is_sharded, untraced
 from .consistency import PAYLOAD, add_up, communication_device, fingerprint_of, raise_everywhere
 from .differences import explain_sharded
 from .tree import (
+    Tree,
     bytes_as_tensor,
     explain_not_dense,
     flat_bytes,
     is_dense,
-    leaves_of,
     loses_gradient,
     name_dtype,
     name_type,
-    replace_leaves,
 )
 
 _SMALL = 4 * (PAYLOAD - 1)  # bytes that travel with the check: 32 bits are exact in a float64
@@ -79,11 +78,11 @@ def broadcast_value(value: Any, src: Any, peers: Peers | None = None) -> Any:
     with raise_everywhere(call, peers):
         _check_src(src, peers)
         if is_source:
-            for path, leaf in leaves_of(value).items():
+            for path, leaf in Tree(value).leaves().items():
                 if isinstance(leaf, Tensor) and loses_gradient(leaf):
                     raise ValueError(f"{call} would lose the gradient of {path}. Pass {path}.detach().")
             data = pickled(call, value)
-    if not lifecycle.joined():
+    if lifecycle.enter_collective() is None:
         return value
     data = broadcast_bytes(call, data, src, peers)
     return value if is_source else pickle.loads(data)
@@ -125,7 +124,8 @@ def broadcast_tensor(data: Tensor, src: int, peers: Peers | None = None) -> Tens
 def gather_trees(call: str, value: Any, peers: Peers | None) -> list[Any]:
     """Give every rank the trees of tensors of all ranks. Collective."""
     with raise_everywhere(call, peers):
-        tensors = tensor_leaves(call, value)
+        tree = Tree(value)
+        tensors = tensor_leaves(call, tree)
         for path, tensor in tensors.items():
             if tensor.requires_grad and torch.is_grad_enabled():
                 raise ValueError(
@@ -135,8 +135,7 @@ def gather_trees(call: str, value: Any, peers: Peers | None) -> list[Any]:
         matrices = [as_rows(tensor) for tensor in tensors.values()]
     trees = []
     for parts in gather_rows(fingerprint_of_rows(call, tensors), matrices, peers):
-        leaves = map(from_rows, parts, tensors.values())
-        trees.append(replace_leaves(value, leaves))
+        trees.append(tree.rebuild(map(from_rows, parts, tensors.values())))
     return trees
 
 
@@ -148,13 +147,13 @@ def gather_objects(call: str, obj: Any, peers: Peers | None = None) -> list[Any]
     return [pickle.loads(part.numpy().data) for (part,) in gathered]
 
 
-def tensor_leaves(call: str, value: Any) -> dict[str, Tensor]:
+def tensor_leaves(call: str, tree: Tree) -> dict[str, Tensor]:
     """Return the tensors of a tree by path; refuse what is none.
 
     Raises:
         TypeError: If something is no dense tensor.
     """
-    tensors: dict[str, Tensor] = leaves_of(value)
+    tensors: dict[str, Tensor] = tree.leaves()
     for path, tensor in tensors.items():
         problem = explain_no_tensor(tensor)
         if problem:
@@ -215,7 +214,7 @@ def gather_rows(
 
     Each has its own number of rows on each rank; without check, the same on all.
     """
-    if not lifecycle.joined():
+    if lifecycle.enter_collective() is None:
         return [[rows.clone() for rows in matrices]]
     own = [len(rows) for rows in matrices]
     counts = _gather_counts(fingerprint, own, peers) if check else [own] * len(ranks_of(peers))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -152,60 +152,91 @@ def is_value(value: Any) -> bool:
     return isinstance(value, (float, int, Tensor, np.ndarray, np.generic))
 
 
-def flatten(value: Any, is_leaf: IsLeaf, path: str = "value") -> tuple[list[str], list[Any]]:
-    """List what a nested value is made of; the keys of a dict in sorted order, the same on every rank.
+class Tree:
+    """A nested value, taken apart; the keys of a dict in sorted order, the same on every rank.
 
-    Returns:
-        Paths, as Python writes them, as `value['loss'][0]`; and what is there: a `Container` before all that is in it,
-        and leaves as they are.
+    Args:
+        value: The value; it is not modified.
+        is_leaf: Tells where it ends.
+        path: Its path.
+
+    Attributes:
+        paths: Paths of what it is made of, as Python writes them, as `value['loss'][0]`.
+        parts: What is there: a `Container` before all that is in it, and leaves as they are.
     """
-    paths: list[str] = []
-    parts: list[Any] = []
-    _flatten_into(paths, parts, value, is_leaf, path)
-    return paths, parts
+
+    def __init__(self, value: Any, is_leaf: IsLeaf = is_tensor, path: str = "value") -> None:
+        self.paths: list[str] = []
+        self.parts: list[Any] = []
+        self._containers: list[tuple[Any, list[bool]]] = []  # each with which of its children are containers
+        self._is_container = self._add(value, is_leaf, path)
+
+    def _add(self, value: Any, is_leaf: IsLeaf, path: str) -> bool:
+        """Add a value and all that is in it; return whether it is a container."""
+        taken = None if is_leaf(value) else _take_apart(value)
+        self.paths.append(path)
+        if taken is None:
+            self.parts.append(value)
+            return False
+        kind, suffixes, children = taken
+        self.parts.append(Container(f"{kind} of {len(children)}"))
+        child_paths = _child_paths(path, suffixes)
+        are_containers = [False] * len(children)
+        self._containers.append((value, are_containers))
+        if set(map(type, children)) <= _NO_CONTAINERS:  # they need not be looked at one by one
+            self.paths += child_paths
+            self.parts += children
+            return True
+        for i, child in enumerate(children):
+            are_containers[i] = self._add(child, is_leaf, child_paths[i])
+        return True
+
+    def leaves(self) -> dict[str, Any]:
+        """Return the leaves by path."""
+        return {path: part for path, part in zip(self.paths, self.parts, strict=True) if type(part) is not Container}
+
+    def rebuild(self, leaves: Iterable[Any]) -> Any:
+        """Copy the value with other leaves, in this order; containers keep their class and order."""
+        leaves = iter(leaves)
+        return _rebuild(iter(self._containers), leaves) if self._is_container else next(leaves)
 
 
-def leaves_of(value: Any, is_leaf: IsLeaf = is_tensor, path: str = "value") -> dict[str, Any]:
-    """Find the leaves of a nested value, by path."""
-    paths, parts = flatten(value, is_leaf, path)
-    return {path: part for path, part in zip(paths, parts, strict=True) if type(part) is not Container}
-
-
-def replace_leaves(value: Any, leaves: Iterator[Any], is_leaf: IsLeaf = is_tensor) -> Any:
-    """Copy a nested value with other leaves, in the order of `flatten`; containers keep their class and order."""
-    parts = None if is_leaf(value) else _take_apart(value)
-    if parts is None:
-        return next(leaves)
-    if _has_no_containers(parts.children):
-        children = list(islice(leaves, len(parts.children)))
-    else:
-        children = [replace_leaves(child, leaves, is_leaf) for child in parts.children]
+def _rebuild(containers: Iterator[tuple[Any, list[bool]]], leaves: Iterator[Any]) -> Any:
+    value, are_containers = next(containers)
+    children = [_rebuild(containers, leaves) if is_inner else next(leaves) for is_inner in are_containers]
     return _put_together(value, children)
 
 
-class Described(NamedTuple):
-    """Describe a value that may be reduced.
+class Reducible(NamedTuple):
+    """Describe a value that can be reduced.
 
     Attributes:
-        paths: Where its containers and leaves are.
-        parts: What they are, a `Container` or a `Leaf` for each path.
+        tree: The value.
+        parts: What it is made of, a `Container` or a `Leaf` for each path: equal on all ranks if they can be combined.
         leaves: The number or plain tensor that is taken for each leaf.
         back: What turns a result into NumPy's type again, by the index of its leaf.
     """
 
-    paths: tuple[str, ...]
-    parts: tuple[Any, ...]
+    tree: Tree
+    parts: list[Any]
     leaves: list[Any]
     back: dict[int, Callable[[Any], Any]]
 
+    def rebuild(self, results: list[Any]) -> Any:
+        """Copy the value with these leaves, arrays and scalars of NumPy as such again."""
+        for i, convert in self.back.items():
+            results[i] = convert(results[i])
+        return self.tree.rebuild(results)
 
-def take_apart(call: str, value: Any) -> Described:
-    """Describe all that a value is made of: equal on all ranks if they can be combined.
+
+def describe(call: str, value: Any) -> Reducible:
+    """Take a value apart.
 
     Raises:
         TypeError: If something in it cannot be reduced.
     """
-    paths, parts = flatten(value, is_value)
+    tree = Tree(value, is_value)
+    parts = list(tree.parts)
     leaves: list[Any] = []
     back: dict[int, Callable[[Any], Any]] = {}
     for i, part in enumerate(parts):
@@ -217,16 +248,9 @@ def take_apart(call: str, value: Any) -> Described:
                 back[len(leaves)] = _way_back(part)
             parts[i], leaf = _describe_leaf(part)
             if leaf is None:
-                raise TypeError(f"{call} takes {_TAKES}, found {parts[i]} at {paths[i]}.")
+                raise TypeError(f"{call} takes {_TAKES}, found {parts[i]} at {tree.paths[i]}.")
             leaves.append(leaf)
-    return Described(tuple(paths), tuple(parts), leaves, back)
-
-
-def rebuild(value: Any, described: Described, results: list[Any]) -> Any:
-    """Copy a value with these leaves, arrays and scalars of NumPy as such again."""
-    for i, convert in described.back.items():
-        results[i] = convert(results[i])
-    return replace_leaves(value, iter(results), is_value)
+    return Reducible(tree, parts, leaves, back)
 
 
 def _way_back(given: Any) -> Callable[[Any], Any]:
@@ -293,62 +317,36 @@ def _describe_array(value: Any) -> tuple[Leaf | str, Any]:
 # usual; one that holds more than its keys is no container, nor is another class of lists.
 
 
-class _Parts(NamedTuple):
-    kind: str
-    suffixes: tuple[str, ...]  # of the children's paths: "['loss']", "[0]", ".x"
-    children: list[Any]
-
-
-def _flatten_into(paths: list[str], parts: list[Any], value: Any, is_leaf: IsLeaf, path: str) -> None:
-    taken = None if is_leaf(value) else _take_apart(value)
-    paths.append(path)
-    if taken is None:
-        parts.append(value)
-        return
-    parts.append(Container(f"{taken.kind} of {len(taken.children)}"))
-    child_paths = _child_paths(path, taken.suffixes)
-    if _has_no_containers(taken.children):
-        paths += child_paths
-        parts += taken.children
-        return
-    for child_path, child in zip(child_paths, taken.children, strict=True):
-        _flatten_into(paths, parts, child, is_leaf, child_path)
-
-
 @lru_cache(maxsize=256)
 def _child_paths(path: str, suffixes: tuple[str, ...]) -> list[str]:
     return [path + suffix for suffix in suffixes]
 
 
-def _has_no_containers(values: list[Any]) -> bool:
-    """Return whether these are all of the usual kinds of leaf: then they need not be looked at one by one."""
-    return set(map(type, values)) <= _NO_CONTAINERS
+def _take_apart(value: Any) -> tuple[str, tuple[str, ...], list[Any]] | None:
+    """Take a container apart; return None for a value that is none.
 
-
-def _take_apart(value: Any) -> _Parts | None:
-    """Take a container apart; return None for a value that is none."""
+    Returns:
+        Its kind, what each child adds to its path ("['loss']", "[0]", ".x"), and the children.
+    """
     kind = type(value)
-    if isinstance(value, dict) and not _holds_more(value):
+    if isinstance(value, dict) and (kind in _DICTS or not _holds_more(value)):
         keys, suffixes = _sort_keys(*value)
-        return _Parts("dict", suffixes, [value[key] for key in keys])
+        return "dict", suffixes, list(map(value.__getitem__, keys))
     if kind in (list, tuple) or hasattr(kind, "n_sequence_fields"):  # what torch.max and its kin return
         name = "list" if kind is list else "tuple"
-        return _Parts(name, tuple(f"[{i}]" for i in range(len(value))), list(value))
+        return name, tuple(f"[{i}]" for i in range(len(value))), list(value)
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        return _Parts(
-            f"namedtuple {kind.__name__}", tuple(f".{name}" for name in kind._fields), list(tuple.__iter__(value))
-        )
+        suffixes = tuple(f".{name}" for name in kind._fields)
+        return f"namedtuple {kind.__name__}", suffixes, list(tuple.__iter__(value))
     if is_dataclass(kind) and not isinstance(value, (type, dict)):
         names = [field.name for field in fields(value)]
         children = [getattr(value, name, None) for name in names]
-        return _Parts(f"dataclass {kind.__name__}", tuple(f".{name}" for name in names), children)
+        return f"dataclass {kind.__name__}", tuple(f".{name}" for name in names), children
     return None
 
 
 def _holds_more(value: dict[Any, Any]) -> bool:
     """Return whether a dict of a class of its own has an attribute with a value that is none of its keys."""
-    if type(value) in _DICTS:
-        return False
     attributes = getattr(value, "__dict__", {})
     return any(attribute is not None and name not in value for name, attribute in attributes.items())
 

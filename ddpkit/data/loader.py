@@ -7,8 +7,9 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, count, islice
-from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from ..job import current_job
 from ..torch_internals import is_from_worker
 from .samplers import DistributedEvalSampler, DistributedSampler, Place, ResumableSampler, check_identity, read_progress
 from .seeds import generators_kept, hash_seeds, seed_cpu
-from .streams import Collate, Stream, ends_early, is_stream, pass_epoch_on, reading, shards_of, split_twice, without_end
+from .streams import Stream, ends_early, is_stream, pass_epoch_on, reading, shards_of, split_twice, without_end
 
 # context in which a loader starts its workers; `stopping()` replaces it
 starting_workers: Callable[[DataLoader[Any]], AbstractContextManager[Any]] = nullcontext
@@ -115,11 +116,12 @@ def make_loader(
         raise ValueError(f"{promise}: remove shuffle and drop_last.")
     if shuffle and (sampler is not None or is_stream(dataset)):
         raise ValueError("Remove shuffle: the sampler, or the stream itself, decides the order.")
-    if sampler is not None and is_stream(dataset):
-        raise ValueError("A stream is read in its own order: remove the sampler.")
     if is_stream(dataset):
+        if sampler is not None:
+            raise ValueError("A stream is read in its own order: remove the sampler.")
         if collate_fn is not None:
-            options["collate_fn"] = Collate(collate_fn)
+            # torch would take its `StopIteration` for the end of the stream
+            options["collate_fn"] = partial(without_end, "collate_fn", collate_fn)
         dataset = shards_of(dataset, place, seed, num_workers, options.get("persistent_workers", False))
     elif sampler is not None:
         _check_sampler(sampler, place, size)
@@ -223,8 +225,8 @@ class Loader(DataLoader[Any]):
         self._shape = shape
         self._epoch = 0
         self._given_before = 0  # batches of this epoch done before the loaded state
-        self._latest: Loop | None = None  # the latest loop
-        self._loop: Loop | None = None  # the same, while it counts
+        self._loop: Loop | None = None  # the latest loop
+        self._counts = False  # whether the state counts it
         self._given: Loop | None = None  # the loop that returned the current batch
         self._has_warned = False
         options["generator"] = torch.Generator("cpu")
@@ -336,7 +338,7 @@ class Loader(DataLoader[Any]):
         if epoch != self.epoch:
             self._given_before = 0
         self._epoch = epoch
-        self._loop = None
+        self._counts = False
         pass_epoch_on(self.sampler, epoch)
 
     def epochs(self, n: int) -> Iterator[int]:
@@ -401,8 +403,9 @@ class Loader(DataLoader[Any]):
         if self._resumable is not None:
             return self._resumable.state_dict()
         batches = self._given_before
-        if self._loop is not None and self._is_counted(self._loop):
-            batches = max(batches, self._loop.batches)
+        loop = self._counted
+        if loop is not None:
+            batches = max(batches, loop.batches)
         self._check_can_skip(self.epoch, batches)
         return {"epoch": self.epoch, "batches": batches, **self._identity_of_stream()}
 
@@ -420,9 +423,14 @@ class Loader(DataLoader[Any]):
         """
         if self._resumable is not None:
             self._resumable.load_state_dict(state)
-        else:
-            self._load_batches(state)
-        self._loop = None
+            self._counts = False
+            return
+        epoch, batches = read_progress(state, "batches", "batches done")
+        self._check_can_skip(epoch, batches)
+        if batches:
+            check_identity(state, self._identity_of_stream())
+        self.set_epoch(epoch)
+        self._given_before = batches
 
     def _identity_of_stream(self) -> dict[str, Any]:
         """Return the numbers that determine a stream's batches."""
@@ -436,14 +444,6 @@ class Loader(DataLoader[Any]):
             "num_workers": self.num_workers,
         }
 
-    def _load_batches(self, state: Mapping[str, Any]) -> None:
-        epoch, batches = read_progress(state, "batches", "batches done")
-        self._check_can_skip(epoch, batches)
-        if batches:
-            check_identity(state, self._identity_of_stream())
-        self.set_epoch(epoch)
-        self._given_before = batches
-
     def _check_can_skip(self, epoch: int, batches: int) -> None:
         """Raise inside an epoch of a sampler that may deal another order."""
         if batches == 0 or not isinstance(self.batch_sampler, _Batches):
@@ -456,23 +456,23 @@ class Loader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._place.check("The loader")
-        if self._loop is not None and self._is_counted(self._loop):  # it was left early
+        if self._counted is not None:  # it was left early
             self._warn_of_the_rest()
             self.set_epoch(self.epoch + 1)
         if self._given is not None:
             self._check_shares(self._given)
         if self._resumable is not None:
             current_job.weighting.clear()
-        positions = self._positions()
-        loop = Loop(self.epoch, self._given_before, positions, self._even_batches(positions))
-        self._loop = self._latest = loop
+        start = 0 if self._resumable is None else self._resumable.start
+        loop = Loop(self.epoch, start, self._given_before, self._positions())
+        self._loop = loop
+        self._counts = True
         self._given = None
-        seed = hash_seeds("workers", self._seed, loop.epoch, self._start, self._place.rank)
+        seed = hash_seeds("workers", self._seed, loop.epoch, start, self._place.rank)
         self.generator.manual_seed(seed)
         pass_epoch_on(self.dataset, loop.epoch)
         with torch.device("cpu"), starting_workers(self):  # torch draws their seed on the default device
-            batches = self._begin(loop)
-        return _Pass(self, batches, loop)
+            return _Pass(self, self._begin(loop), loop)
 
     def _begin(self, loop: Loop) -> Iterator[Any]:
         """Start a pass of torch's DataLoader; draw its order now, not at the first batch."""
@@ -481,33 +481,28 @@ class Loader(DataLoader[Any]):
                 return super().__iter__()
         batches = self.batch_sampler.cut()
         first = list(islice(batches, 1))  # a generator reads its epoch only now
-        self.batch_sampler.prepared = self._with_seeds(chain(first, batches), loop, self._start)
+        self.batch_sampler.prepared = self._with_seeds(chain(first, batches), loop)
         try:
             return super().__iter__()
         finally:
             self.batch_sampler.prepared = None
 
-    @property
-    def _start(self) -> int:
-        """Return the position in the global order where the next pass starts."""
-        return 0 if self._resumable is None else self._resumable.start
-
-    def _with_seeds(self, batches: Iterator[list[int]], loop: Loop, position: int) -> Iterator[Batch]:
-        for indices, seeds in zip(batches, self._seeds(loop.epoch, position), strict=False):
+    def _with_seeds(self, batches: Iterator[list[int]], loop: Loop) -> Iterator[Batch]:
+        for indices, seeds in zip(batches, self._seeds(loop), strict=False):
             batch = Batch(indices)
             batch.seeds = seeds
             loop.drawn.append(batch)
             yield batch
         loop.all_drawn = True
 
-    def _seeds(self, epoch: int, position: int) -> Iterator[Seeds]:
-        """Yield the seed numbers of each batch, from a position on."""
-        for start in count(position, self._shape.global_size):
-            yield self._seed, epoch, self._place.rank, start
+    def _seeds(self, loop: Loop) -> Iterator[Seeds]:
+        """Yield the seed numbers of each batch."""
+        for position in count(loop.start, self._shape.global_size):
+            yield self._seed, loop.epoch, self._place.rank, position
 
     def _next(self, batches: Iterator[Any], loop: Loop) -> Any:
         """Return the next batch of a pass. A batch that raises counts as well."""
-        if self.persistent_workers and self._latest is not loop:
+        if self.persistent_workers and self._loop is not loop:
             raise DdpkitError(
                 f"This loop over epoch {loop.epoch} cannot continue, because another loop over the same "
                 "loader has started: persistent workers serve one loop at a time. Make a loader for "
@@ -516,14 +511,14 @@ class Loader(DataLoader[Any]):
         if self.num_workers == 0:
             pass_epoch_on(self.dataset, loop.epoch)  # another loader of the dataset may have set another epoch
         try:
-            self._skip(batches, loop)
+            _skip(batches, loop)
             batch = next(batches)
         except StopIteration as error:
             if _is_from_script(error, loop):
                 name = f"The dataset or collate_fn, {loop.describe_next()},"
                 self._count_batch(loop)
                 raise ends_early(name) from error
-            if self._is_counted(loop):
+            if loop is self._counted:
                 self.set_epoch(loop.epoch + 1)
             raise
         except DdpkitError:  # another rank failed
@@ -536,15 +531,6 @@ class Loader(DataLoader[Any]):
         self._count_batch(loop)
         return batch
 
-    def _skip(self, batches: Iterator[Any], loop: Loop) -> None:
-        """Skip the batches of a stream that a loaded state counts."""
-        if loop.batches >= loop.first:
-            return
-        with generators_kept():
-            while loop.batches < loop.first:
-                next(batches)
-                loop.batches += 1
-
     def _count_batch(self, loop: Loop) -> None:
         self._tell_samples(loop)
         self._count_step(loop)
@@ -555,51 +541,47 @@ class Loader(DataLoader[Any]):
             return
         indices = loop.drawn.popleft()
         if not isinstance(self.sampler, DistributedEvalSampler):
-            current_job.tell_samples(indices)
+            current_job.add_samples(indices)
 
     def _count_step(self, loop: Loop) -> None:
-        if self._resumable is not None and self._is_counted(loop):
+        if self._resumable is not None and loop is self._counted:
             self._resumable.advance(self._shape.global_size)
         loop.batches += 1
         self._given = loop
-        current_job.tell(epoch=loop.epoch, batch=loop.batches)
+        current_job.set_progress(epoch=loop.epoch, batch=loop.batches)
 
-    def _is_counted(self, loop: Loop) -> bool:
-        # torch's sampler.set_epoch() bypasses ours
-        return loop is self._loop and loop.epoch == self.epoch
-
-    def _even_batches(self, positions: range | None) -> float:
-        """Count the training batches of a pass before the first one of which ranks have unequal shares."""
-        size, ranks = self._shape.global_size, self._place.num_replicas
-        if positions is None or self._resumable is None or ranks == 1:
-            return inf
-        batches, tail = divmod(len(positions), size)
-        if size % ranks:
-            return 0
-        return batches if tail % ranks else inf
+    @property
+    def _counted(self) -> Loop | None:
+        """Return the loop that the state counts, if there is one."""
+        loop = self._loop
+        if loop is None or not self._counts or loop.epoch != self.epoch:  # torch's set_epoch() bypasses ours
+            return None
+        return loop
 
     def unequal_shares(self) -> UnequalShares | None:
         """Return the first batch of the next loop that ranks do not share equally, if there is one."""
-        positions = self._positions()
-        even = self._even_batches(positions)
-        if positions is None or even == inf:
-            return None
-        return self._shares_in(positions, int(even))
+        positions = self._positions() or range(0)
+        last = (len(positions) - 1) // self._shape.global_size
+        return self._unequal_in(positions, 0) or self._unequal_in(positions, last)
 
-    def _shares_in(self, positions: range, batch: int) -> UnequalShares:
+    def _unequal_in(self, positions: range, batch: int) -> UnequalShares | None:
+        """Return a training batch if ranks do not share it equally."""
         start = batch * self._shape.global_size
         samples = len(positions[start : start + self._shape.global_size])
-        return UnequalShares(batch + 1, samples, self._place.num_replicas)
+        ranks = self._place.num_replicas
+        if self._resumable is None or samples % ranks == 0:
+            return None
+        return UnequalShares(batch + 1, samples, ranks)
 
     def _check_shares(self, loop: Loop) -> None:
         """Warn once if the last batch was averaged over ranks as if their shares of it were equal."""
-        if loop.batches <= loop.even or loop.positions is None or self._has_warned:
+        if loop.batches == 0 or loop.positions is None or self._has_warned:
             return
         rest = loop.batches * self._shape.global_size < len(loop.positions)
         if rest and loop.batches % self._shape.accumulation:  # weighted perhaps when the step is complete
             return
-        shares = self._shares_in(loop.positions, loop.batches - 1)
-        remedy = remedy_for(shares)
+        shares = self._unequal_in(loop.positions, loop.batches - 1)
+        remedy = shares and remedy_for(shares)
         if remedy and self._place.rank == self._place.num_replicas - 1:  # the rank that gets padding first
             self._has_warned = True
             warnings.warn(f"The loop averages gradients over ranks, but {shares}. {remedy}", stacklevel=3)
@@ -646,15 +628,11 @@ def remedy_for(shares: UnequalShares) -> str:
     used = current_job.weighting
     if "backward" not in used or "weight" in used:
         return ""
-    if "gather_batch" in used:
-        return (
-            "The repeated one is in the joined batch: pass drop_last=True to make_loader()."
-            if shares.has_padding
-            else ""
-        )
-    if "global_mean" in used and shares.has_padding and used["global_mean"] > 0:
+    if "gather_batch" in used and shares.has_padding:
+        return "The repeated one is in the joined batch: pass drop_last=True to make_loader()."
+    if used.get("global_mean", 0) > 0 and shares.has_padding and "gather_batch" not in used:
         return "Leave it out of the loss and of the count for global_mean(): loader.samples is 0 there."
-    if "global_mean" in used:
+    if not used.keys().isdisjoint(("gather_batch", "global_mean")):
         return ""
     return (
         "Unless you weight them by hand, backpropagate loss * loader.weight, where loss is the mean of this rank's "
@@ -663,29 +641,29 @@ def remedy_for(shares: UnequalShares) -> str:
     )
 
 
+@dataclass(eq=False)
 class Loop:
     """State of one pass over a loader.
 
     Attributes:
         epoch: Its epoch.
+        start: Position in the global order where it starts.
         first: Batches of a stream to read again before the first one is returned.
         positions: Positions in the global order that it deals to all ranks, if they are known.
-        even: Number of batches that come before the first one of which ranks have unequal shares.
         batches: Batches returned so far.
         drawn: Indices of the batches to come; none for a stream.
         all_drawn: Whether the sampler has no further batch.
-        steps: For micro-batches, where each remaining step starts.
+        steps: For micro-batches, positions of each remaining step.
     """
 
-    def __init__(self, epoch: int, first: int, positions: range | None, even: float) -> None:
-        self.epoch = epoch
-        self.first = first
-        self.positions = positions
-        self.even = even
-        self.batches = 0
-        self.drawn: deque[list[int]] = deque()
-        self.all_drawn = False
-        self.steps: Iterator[int] = iter(())
+    epoch: int
+    start: int
+    first: int
+    positions: range | None
+    batches: int = 0
+    drawn: deque[list[int]] = field(default_factory=deque)
+    all_drawn: bool = False
+    steps: Iterator[range] = field(init=False)
 
     def describe_next(self) -> str:
         """Describe the batch to come."""
@@ -705,7 +683,10 @@ def _is_from_script(error: StopIteration, loop: Loop) -> bool:
 
 
 class _Pass(Iterator[Any]):
-    """One pass over a loader, which can continue after a batch that raised."""
+    """One pass over a loader, which can continue after a batch that raised.
+
+    Its loop does not refer to it: workers end as soon as the script drops the iterator.
+    """
 
     def __init__(self, loader: Loader, batches: Iterator[Any], loop: Loop) -> None:
         self._loader = loader
@@ -715,6 +696,16 @@ class _Pass(Iterator[Any]):
     def __next__(self) -> Any:
         self._loader._check_shares(self._loop)
         return self._loader._next(self._batches, self._loop)
+
+
+def _skip(batches: Iterator[Any], loop: Loop) -> None:
+    """Skip the batches of a stream that a loaded state counts."""
+    if loop.batches >= loop.first:
+        return
+    with generators_kept():
+        while loop.batches < loop.first:
+            next(batches)
+            loop.batches += 1
 
 
 class _Batches(BatchSampler):

@@ -12,7 +12,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from hashlib import blake2b
 from math import isqrt
 from typing import TYPE_CHECKING, Any
 
@@ -278,7 +278,7 @@ class ResumableSampler(Sampler[int], ABC):
 
     def __iter__(self) -> Iterator[int]:
         self.place.check(type(self).__name__)
-        return _Indices.over(self)
+        return _Indices(self)
 
     @property
     def num_samples(self) -> int:
@@ -322,34 +322,27 @@ class ResumableSampler(Sampler[int], ABC):
             yield self._numbers(order, tail.start + mine[: self.share_of(len(tail))])
 
     def _numbers(self, order: Order, positions: Positions) -> list[int]:
-        if positions[-1] >= self.n:  # padding, from the front
-            positions = positions % self.n
-        numbers: list[int] = order(positions).tolist()
+        numbers: list[int] = order(positions % self.n).tolist()  # padding is from the front
         return numbers
 
 
-class _Indices(chain[int]):  # its `__next__` is in C, because it runs for each sample
+class _Indices(Iterator[int]):
     """One pass over a sampler, with a state: torchdata's loaders save that of the iterator, too.
 
     Such a loader restores what it has drawn, whether or not `advance()` counts the steps.
     """
 
-    _sampler: ResumableSampler
-    _order: Order
-    _blocks: Iterator[list[int]]
-    _block: Iterator[int]  # the rest of the current block
-    _position: int  # global position behind it
-    _end: int  # of this pass
+    def __init__(self, sampler: ResumableSampler) -> None:
+        self._sampler = sampler
+        self._order = sampler._order()
+        self._begin(sampler.start)
 
-    @classmethod
-    def over(cls, sampler: ResumableSampler) -> _Indices:
-        """Begin a pass where the sampler starts."""
-        blocks = iter(lambda: indices._next_block(), None)
-        indices: _Indices = cls.from_iterable(blocks)  # type: ignore[assignment]  # of this class, not of its base
-        indices._sampler = sampler
-        indices._order = sampler._order()
-        indices._begin(sampler.start)
-        return indices
+    def __next__(self) -> int:
+        index = next(self._block, None)
+        if index is None:
+            self._read_block()
+            index = next(self._block)
+        return index
 
     def state_dict(self) -> dict[str, int]:
         """Return the samples that all ranks together have drawn, if all draw alike."""
@@ -358,24 +351,21 @@ class _Indices(chain[int]):  # its `__next__` is in C, because it runs for each 
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue behind the samples drawn; the sampler's next pass begins at the front, as in torch."""
-        list(self._block)  # drop the rest
         self._begin(state["consumed"])
         self._sampler.consumed = state["consumed"]
         self._sampler.start = 0
 
     def _begin(self, position: int) -> None:
-        self._block = iter(())
-        self._position = position
+        self._block = iter(list[int]())  # the rest of the current block
+        self._position = position  # behind it
         self._end = self._sampler.end_from(position)
         self._blocks = self._sampler._blocks(self._order, range(position, self._end))
 
-    def _next_block(self) -> Iterator[int] | None:
-        for block in self._blocks:
-            is_rest = self._end - self._position < self._sampler.global_batch_size  # its shares are unequal
-            self._position = self._end if is_rest else self._position + len(block) * self._sampler.num_replicas
-            self._block = iter(block)
-            return self._block
-        return None
+    def _read_block(self) -> None:
+        block = next(self._blocks)  # else the pass ends
+        is_rest = self._end - self._position < self._sampler.global_batch_size  # its shares are unequal
+        self._position = self._end if is_rest else self._position + len(block) * self._sampler.num_replicas
+        self._block = iter(block)
 
 
 class DistributedSampler(ResumableSampler):
@@ -433,6 +423,88 @@ class DistributedSampler(ResumableSampler):
         if not self.shuffle:
             return lambda positions: positions
         return shuffled(self.n, hash_seeds("order", self.seed, self.epoch, self.n))
+
+
+class DistributedWeightedSampler(ResumableSampler):
+    """Draw samples in proportion to weights, in one global draw per (seed, epoch) for all ranks.
+
+    `torch.utils.data.WeightedRandomSampler` for any number of ranks, resumable. It takes O(n) time
+    and memory.
+
+    Args:
+        weights: Weight per sample, shape (n,), finite, not negative; the sum is arbitrary. They are
+            copied: to change them create another sampler, on every rank.
+        num_samples: Samples per epoch of all ranks together; padded from the front to a
+            multiple of the number of ranks.
+        num_replicas: Number of ranks; by default the world size.
+        rank: This rank; by default the process's own.
+        replacement: Whether a sample may be drawn more than once.
+        seed: Any integer, the same on every rank.
+
+    Raises:
+        ValueError: If weights are not such a vector or, without replacement, fewer than
+            ``num_samples`` of them are positive.
+
+    References:
+        Without replacement: Efraimidis and Spirakis, Weighted random sampling with a reservoir,
+        2006.
+
+    Example:
+        >>> weights = [0.0, 2.0, 0.0]
+        >>> list(DistributedWeightedSampler(weights, num_samples=4, num_replicas=2, rank=0))
+        [1, 1]
+    """
+
+    def __init__(
+        self,
+        weights: npt.ArrayLike,
+        num_samples: int,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        replacement: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(as_integer(num_samples, "num_samples"), num_replicas, rank, seed)
+        self.weights = np.asarray(weights, dtype=np.float64).copy()  # the caller may change its own
+        self.replacement = bool(replacement)
+        possible = np.count_nonzero(self.weights)
+        if self.weights.ndim != 1 or not possible or not np.all(np.isfinite(self.weights) & (self.weights >= 0)):
+            expected = "finite numbers >= 0, at least one of them positive"
+            raise ValueError(f"weights must be a vector of {expected}.")
+        if not replacement and num_samples > possible:
+            found = f"only {possible} weights are positive"
+            raise ValueError(f"Cannot draw {num_samples} different samples: {found}.")
+
+    def _identity(self) -> dict[str, Any]:
+        digest = blake2b(self.weights.tobytes(), digest_size=8).hexdigest()
+        return {"seed": self.seed, "n": self.n, "replacement": self.replacement, "weights": digest}
+
+    def _order(self) -> Order:
+        if not self.replacement:
+            return self._without_replacement()
+        uniform = self._uniform(self.n)
+        totals = np.cumsum(self.weights / self.weights.max())
+        last = np.flatnonzero(self.weights)[-1]  # uniform * total may round up to the total
+
+        def order(positions: Positions) -> Positions:
+            points = uniform[positions] * totals[-1]
+            drawn: Positions = np.searchsorted(totals, points, side="right").clip(max=last)
+            return drawn
+
+        return order
+
+    def _without_replacement(self) -> Order:
+        uniform = self._uniform(len(self.weights))
+        with np.errstate(divide="ignore"):  # a weight of 0 comes last
+            # logarithms, so that nothing overflows
+            times = np.log(-np.log1p(-uniform)) - np.log(self.weights)
+            return np.argsort(times, kind="stable")[: self.n].take
+
+    def _uniform(self, count: int) -> npt.NDArray[np.float64]:
+        """Draw numbers in [0, 1) that depend on seed, epoch and number of weights."""
+        key = hash_seeds("weighted", self.seed, self.epoch, len(self.weights))
+        bits = np.random.PCG64(key).random_raw(count) >> np.uint64(11)
+        return bits.astype(np.float64) * 2.0**-53
 
 
 class DistributedEvalSampler(Sampler[int]):

@@ -32,17 +32,6 @@ def ends_early(name: str) -> RuntimeError:
     )
 
 
-class Collate:
-    """A script's `collate_fn` for a stream: torch would take its `StopIteration` for the end of the stream."""
-
-    def __init__(self, function: Callable[[list[Any]], Any]) -> None:
-        self._function = function
-
-    def __call__(self, samples: list[Any]) -> Any:
-        """Make a batch."""
-        return without_end("collate_fn", self._function, samples)
-
-
 def pass_epoch_on(owner: Any, epoch: int) -> None:
     """Call an object's `set_epoch`; without one, that of the objects it holds as `dataset` or in `datasets`."""
     if callable(getattr(owner, "set_epoch", None)):
@@ -80,24 +69,26 @@ def shards_of(dataset: Any, place: Place, seed: int, num_workers: int, persisten
         )
     if place.num_replicas > 1:
         _check_has_seed(dataset)
-    readers = place.num_replicas * max(num_workers, 1)
+    workers = max(num_workers, 1)
+    readers = place.num_replicas * workers
+    has_shards = hasattr(dataset, "shard")
     shards = getattr(dataset, "num_shards", None)
     if isinstance(shards, int) and shards < readers:
         raise ValueError(
             f"The stream has num_shards={shards}, but each of {readers} readers ({place.num_replicas} "
-            f"ranks x {max(num_workers, 1)} workers) needs one. {_FEWER}"
+            f"ranks x {workers} workers) needs one. {_FEWER}"
         )
-    if readers > 1 and not hasattr(dataset, "shard"):
+    if readers > 1 and not has_shards:
         raise TypeError(
             f"{type(dataset).__name__} has no shard(index, num_shards): each of {readers} readers would "
             "read all of it. Pass an object with this method, which returns one part as an iterable; "
             "or, if the stream splits itself, use torch's DataLoader."
         )
-    if readers == 1 and num_workers == 0 and not hasattr(dataset, "shard"):
+    if num_workers == 0 and not has_shards:
         return dataset
-    if hasattr(dataset, "shard"):
+    if has_shards:
         _check_takes_place(dataset)
-    return Stream(dataset, place, seed, num_workers, persistent)
+    return Stream(dataset, place, seed, workers, persistent)
 
 
 def _check_takes_place(dataset: Any) -> None:
@@ -169,10 +160,10 @@ class Stream(IterableDataset[Any]):
 
     is_open = False
 
-    def __init__(self, dataset: Any, place: Place, seed: int, num_workers: int, persistent: bool) -> None:
+    def __init__(self, dataset: Any, place: Place, seed: int, readers: int, persistent: bool) -> None:
         self.dataset = dataset
         self.seed = seed
-        self.readers = max(num_workers, 1)  # per rank
+        self.readers = readers  # per rank
         self.place = place
         self.epoch = 0
         # Workers know the epoch in which they started; persistent workers read it from shared memory.
@@ -197,25 +188,24 @@ class Stream(IterableDataset[Any]):
         if not self.is_open:
             raise split_twice()
         worker = get_worker_info()
-        number = 0  # no workers, or peek(), which shows the first worker's part
+        reader = self.place.rank * self.readers  # without workers, and for peek(), the first worker
         if worker is not None:
-            number = worker.id
+            reader += worker.id
             if self.latest_epoch is not None:
                 self.epoch = int(self.latest_epoch)
-            seed_cpu(hash_seeds("stream", self.seed, self.epoch, self._reader(number)))
+            seed_cpu(hash_seeds("stream", self.seed, self.epoch, reader))
             pass_epoch_on(self.dataset, self.epoch)
         if not hasattr(self.dataset, "shard"):  # one reader: nothing to split
             return iter(self.dataset)
         num_shards = self.place.num_replicas * self.readers
-        shard = self.dataset.shard
-        part = without_end("shard()", shard, index=self._reader(number), num_shards=num_shards)
+        part = without_end("shard()", self.dataset.shard, index=reader, num_shards=num_shards)
         part = _without_node_splitters(part)
         pass_epoch_on(part, self.epoch)  # a separate object may start at epoch 0
         with WithoutWorkerInfo():
             samples = without_end("iter() of a shard", iter, part)
-        return self._read_alone(samples, number)
+        return self._read_alone(samples, reader)
 
-    def _read_alone(self, samples: Iterator[Any], worker: int) -> Iterator[Any]:
+    def _read_alone(self, samples: Iterator[Any], reader: int) -> Iterator[Any]:
         """Read a part with the worker's number hidden: many streams would use it to split the part again."""
         alone = WithoutWorkerInfo()
         with alone:
@@ -228,15 +218,11 @@ class Stream(IterableDataset[Any]):
         if is_empty:
             ranks = self.place.num_replicas
             warnings.warn(
-                f"Rank {self.place.rank} of {ranks}, worker {worker} of {self.readers}, has nothing to "
-                f"read: part {self._reader(worker)} of {ranks * self.readers} parts of the stream is empty. "
+                f"Rank {self.place.rank} of {ranks}, worker {reader % self.readers} of {self.readers}, has nothing to "
+                f"read: part {reader} of {ranks * self.readers} parts of the stream is empty. "
                 f"{_FEWER}",
                 stacklevel=2,
             )
-
-    def _reader(self, worker: int) -> int:
-        """Return a worker's number among the workers of all ranks."""
-        return self.place.rank * self.readers + worker
 
 
 def _without_node_splitters(part: Any) -> Any:

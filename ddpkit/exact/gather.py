@@ -14,7 +14,7 @@ from ..collectives.consistency import raise_everywhere
 from ..collectives.differences import explain_difference, name_ranks
 from ..collectives.groups import Group, peers_of
 from ..collectives.transfer import as_rows, describe_column, explain_no_tensor, from_rows, gather_objects
-from ..collectives.tree import concatenate, leaves_of, replace_leaves
+from ..collectives.tree import Tree, concatenate
 from ..errors import MismatchError
 from ..job import current_job
 from ..job.job import ranks_of
@@ -64,29 +64,27 @@ def gather_exact(values: T, indices: Any, n: int, *, group: Group | None = None)
     with raise_everywhere(call, peers):
         as_integer(n, "n", least=0)
         indices = _as_array(indices)
-        own = _columns_of(values)
+        taken = Tree(values, _is_column, "values")
+        own = taken.leaves()
         ready = [_as_column(call, path, column, len(indices)) for path, column in own.items()]
-        tree = replace_leaves(values, iter(ready), _is_column)
+        tree = taken.rebuild(ready)
     gathered = dict(zip(ranks_of(peers), gather_objects(call, (indices, tree), peers), strict=True))
-    by_rank = {rank: indices for rank, (indices, _) in gathered.items()}
-    order = _order_of(by_rank, n)
+    order = _order_of({rank: found for rank, (found, _) in gathered.items()}, n)
+    own_rank = ranks.get_rank()
     # a rank without samples may pass an empty list whatever the others have
-    trees = {rank: tree for rank, (indices, tree) in gathered.items() if len(indices)}
-    if not trees:
-        own_rank = ranks.get_rank()
-        trees = {own_rank: gathered[own_rank][1]}
-    like = trees.get(ranks.get_rank(), next(iter(trees.values())))
+    trees = {rank: each for rank, (found, each) in gathered.items() if len(found)} or {own_rank: tree}
+    template = trees.get(own_rank, next(iter(trees.values())))
     results = _join_columns(call, trees, order)
     for path, result in results.items():
         if isinstance(result, Tensor) and isinstance(own.get(path), Tensor):
             results[path] = result.to(own[path].device)
-    leaves = [results[path] for path in _columns_of(like)]
-    return replace_leaves(like, iter(leaves), _is_column)  # type: ignore[no-any-return]
+    taken = Tree(template, _is_column, "values")
+    return taken.rebuild(results[path] for path in taken.leaves())  # type: ignore[no-any-return]
 
 
 def _join_columns(call: str, trees: dict[int, Any], order: NDArray[np.int64]) -> dict[str, Any]:
     """Join each column of the ranks' results, in the order given; refuse columns that differ in kind."""
-    columns = {rank: _columns_of(tree) for rank, tree in trees.items()}
+    columns = {rank: Tree(tree, _is_column, "values").leaves() for rank, tree in trees.items()}
     kinds = {}
     for rank, parts in columns.items():
         kinds[rank] = {path: describe_column(part) for path, part in parts.items()}
@@ -95,10 +93,6 @@ def _join_columns(call: str, trees: dict[int, Any], order: NDArray[np.int64]) ->
         raise MismatchError(difference)
     paths = next(iter(columns.values()))
     return {path: _join([parts[path] for parts in columns.values()], order) for path in paths}
-
-
-def _columns_of(values: Any) -> dict[str, Any]:
-    return leaves_of(values, _is_column, "values")
 
 
 def _is_column(value: Any) -> bool:
@@ -157,11 +151,6 @@ def _order_of(by_rank: dict[int, NDArray[np.int64]], n: int) -> NDArray[np.int64
     """Return where each of range(n) stands among the ranks' indices, of which each must be there once."""
     indices = np.concatenate([*by_rank.values()])
     inside = (indices >= 0) & (indices < n)
-    if len(indices) == n and inside.all():
-        order = np.full(n, -1)
-        order[indices] = np.arange(n)
-        if (order >= 0).all():
-            return order
     counts = np.bincount(indices[inside], minlength=n)
     wrong = {
         "missing": np.flatnonzero(counts == 0),
@@ -172,6 +161,8 @@ def _order_of(by_rank: dict[int, NDArray[np.int64]], n: int) -> NDArray[np.int64
     for problem, found in wrong.items():
         if len(found):
             lines.append(f"  {len(found)} {problem}: {_name_indices(found, by_rank)}")
+    if not lines:
+        return np.argsort(indices)
     raise ValueError(
         "\n".join([f"The ranks' indices must together be range({n}), each once, but:", *lines])
         + "\nA DistributedSampler repeats or drops samples to even out its shards: use a DistributedEvalSampler."
@@ -182,8 +173,8 @@ def _name_indices(indices: NDArray[np.int64], by_rank: dict[int, NDArray[np.int6
     """Name the first few indices, with the ranks that have them."""
     names = []
     for index in indices[:_INDICES_NAMED]:
-        holders = [rank for rank, own in by_rank.items() if index in own]
-        names.append(f"{index} on {name_ranks(holders)}" if holders else f"{index}")
+        owners = [rank for rank, own in by_rank.items() if index in own]
+        names.append(f"{index} on {name_ranks(owners)}" if owners else f"{index}")
     if len(indices) > _INDICES_NAMED:
         names.append("…")
     return ", ".join(names)

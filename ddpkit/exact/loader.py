@@ -15,8 +15,7 @@ from ..data.samplers import DistributedSampler
 from ..data.seeds import generators_kept, hash_seeds, seed_cpu
 from ..errors import DdpkitError
 from ..job.current_job import get_device
-from . import sum as exact_sum
-from .gradients import MicroBatches, describe_kernels
+from .gradients import MOST, MicroBatches, describe_kernels
 
 if TYPE_CHECKING:
     from ..data.samplers import Order
@@ -77,44 +76,25 @@ def make_micro_batch_loader(
     """
     options |= {"num_workers": num_workers, "collate_fn": collate_fn}
     check_options(_CALL, options)
-    sampler = MicroBatchSampler(
-        dataset,
-        as_integer(global_batch_size, "global_batch_size"),
-        as_integer(micro_batch_size, "micro_batch_size"),
-        num_replicas,
-        rank,
-        shuffle=bool(shuffle),
-        seed=seed,
-        drop_last=drop_last,
-    )
-    return MicroBatchLoader(dataset, sampler, **options)
+    global_batch_size = as_integer(global_batch_size, "global_batch_size")
+    micro_batch_size = as_integer(micro_batch_size, "micro_batch_size")
+    count, rest = divmod(global_batch_size, micro_batch_size)
+    if rest or count > MOST:
+        raise ValueError(
+            f"{_CALL} splits a step into 1 to {MOST:,} equal micro-batches, but global_batch_size={global_batch_size} "
+            f"/ micro_batch_size={micro_batch_size} is {count}, remainder {rest}."
+        )
+    sampler = MicroBatchSampler(dataset, num_replicas, rank, shuffle, seed)
+    sampler.micro_batch_size = micro_batch_size
+    sampler.cut_into(global_batch_size, drop_last=drop_last)
+    shape = BatchShape(micro_batch_size, global_batch_size, drop_last)
+    return MicroBatchLoader(dataset, shape, sampler, sampler.place, seed, **options)
 
 
 class MicroBatchSampler(DistributedSampler):
     """Deal the micro-batches of a step to the ranks in turn: rank r takes those numbered r, r + world size, ..."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        global_batch_size: int,
-        micro_batch_size: int,
-        num_replicas: int | None,
-        rank: int | None,
-        *,
-        shuffle: bool,
-        seed: int,
-        drop_last: bool,
-    ) -> None:
-        count, rest = divmod(global_batch_size, micro_batch_size)
-        if rest or count > exact_sum.MOST:
-            raise ValueError(
-                f"{_CALL} splits a step into 1 to {exact_sum.MOST:,} equal micro-batches, but "
-                f"global_batch_size={global_batch_size} / micro_batch_size={micro_batch_size} is {count}, "
-                f"remainder {rest}."
-            )
-        self.micro_batch_size = micro_batch_size
-        super().__init__(dataset, num_replicas, rank, shuffle, seed)
-        self.cut_into(global_batch_size, drop_last=drop_last)
+    micro_batch_size: int
 
     def _identity(self) -> dict[str, Any]:
         sizes = {"global_batch_size": self.global_batch_size, "micro_batch_size": self.micro_batch_size}
@@ -150,28 +130,20 @@ class MicroBatchSampler(DistributedSampler):
         """Return how many samples of a step this rank gets."""
         return sum(len(positions) for positions in self.micro_batches(range(samples)))
 
-    @property
-    def most(self) -> int:
-        """Return the micro-batches of a step on the rank that has most."""
-        return math.ceil(self.global_batch_size / self.micro_batch_size / self.num_replicas)
+    def steps(self, positions: range) -> Iterator[range]:
+        """Yield the positions of all ranks' samples in each step."""
+        for start in range(0, len(positions), self.global_batch_size):
+            yield positions[start : start + self.global_batch_size]
 
-    def steps(self) -> range:
-        """Return the positions in the global order where the steps of this pass begin."""
-        return self.positions[:: self.global_batch_size]
-
-    def step_at(self, position: int) -> range:
-        """Return the positions of all ranks' samples in the step that begins at a position."""
-        return range(position, min(position + self.global_batch_size, self.positions.stop))
-
-    def micro_batches(self, positions: range) -> Iterator[range]:
+    def micro_batches(self, step: range) -> Iterator[range]:
         """Yield those positions of a step that are of each micro-batch of this rank."""
         size = self.micro_batch_size
-        for start in positions[self.rank * size :: self.num_replicas * size]:
-            yield range(start, min(start + size, positions.stop))
+        for start in step[self.rank * size :: self.num_replicas * size]:
+            yield range(start, min(start + size, step.stop))
 
     def _blocks(self, order: Order, positions: range) -> Iterator[list[int]]:
-        for step in positions[:: self.global_batch_size]:
-            for mine in self.micro_batches(self.step_at(step)):
+        for step in self.steps(positions):
+            for mine in self.micro_batches(step):
                 yield order(np.arange(mine.start, mine.stop)).tolist()
 
 
@@ -181,28 +153,25 @@ class MicroBatchLoader(Loader):
     It counts epochs and steps, and has a state, as every `Loader`. `peek()` returns one micro-batch.
     """
 
-    def __init__(self, dataset: Any, sampler: MicroBatchSampler, **options: Any) -> None:
-        self._dealer = sampler
-        shape = BatchShape(sampler.micro_batch_size, sampler.global_batch_size, sampler.drop_last)
-        super().__init__(dataset, shape, sampler, sampler.place, sampler.seed, **options)
+    sampler: MicroBatchSampler
 
     def __len__(self) -> int:
-        return len(self._dealer.steps())
+        return len(self.sampler.positions[:: self.sampler.global_batch_size])
 
     def _positions(self) -> None:
         """Return None: its batches have their `global_batch_size`."""
 
     def _begin(self, loop: Loop) -> Iterator[Any]:
-        loop.steps = iter(self._dealer.steps())
+        loop.steps = self.sampler.steps(self.sampler.positions)
         return super()._begin(loop)
 
-    def _seeds(self, epoch: int, position: int) -> Iterator[Seeds]:
-        for step in self._dealer.steps():
-            for positions in self._micro_batches(step):
-                yield self._seed, epoch, 0, positions.start  # whichever rank has it
+    def _seeds(self, loop: Loop) -> Iterator[Seeds]:
+        for step in self.sampler.steps(self.sampler.positions):
+            for positions in self.sampler.micro_batches(step):
+                yield self._seed, loop.epoch, 0, positions.start  # whichever rank has it
 
-    def _with_seeds(self, batches: Iterator[list[int]], loop: Loop, position: int) -> Iterator[Batch]:
-        for batch in super()._with_seeds(batches, loop, position):
+    def _with_seeds(self, batches: Iterator[list[int]], loop: Loop) -> Iterator[Batch]:
+        for batch in super()._with_seeds(batches, loop):
             if self.num_workers == 0:
                 seed_cpu(hash_seeds("batch", *batch.seeds))
             yield batch
@@ -216,8 +185,9 @@ class MicroBatchLoader(Loader):
         if step is None:
             return super()._next(batches, loop)  # which ends the epoch
         found, seeds, errors = [], [], []
-        with self._with_own_generators():
-            for positions in self._micro_batches(step):
+        own: AbstractContextManager[None] = nullcontext() if self.num_workers > 0 else generators_kept()
+        with own:  # random numbers of samples are not those of this process
+            for positions in self.sampler.micro_batches(step):
                 seeds.append(hash_seeds("micro-batch", self._seed, loop.epoch, positions.start))
                 try:
                     found.append(super()._next(batches, loop))
@@ -231,12 +201,8 @@ class MicroBatchLoader(Loader):
                 raise errors[0]
         finally:
             errors.clear()  # its traceback holds this frame
-        name = f"epoch {loop.epoch}, from sample {step} on"
-        return MicroBatches(found, name, len(self._dealer.step_at(step)), seeds, self._dealer.most)
-
-    def _micro_batches(self, step: int) -> Iterator[range]:
-        return self._dealer.micro_batches(self._dealer.step_at(step))
-
-    def _with_own_generators(self) -> AbstractContextManager[None]:
-        """Return a block in which samples may be loaded whose random numbers are not this process's."""
-        return nullcontext() if self.num_workers > 0 else generators_kept()
+        name = f"epoch {loop.epoch}, from sample {step.start} on"
+        most = math.ceil(
+            self.sampler.global_batch_size / self.sampler.micro_batch_size / self._place.num_replicas
+        )  # on one rank
+        return MicroBatches(found, name, len(step), seeds, most)

@@ -23,7 +23,8 @@ job: Job | None = None
 on_join: list[Callable[[], None]] = []
 on_leave: list[Callable[[], None]] = []
 open_stores: dict[Any, Any] = {}  # stores that this process hosts for a later join, by the launcher's address
-watch_starter: Any = None  # set by the watch, which is imported if `setup(watch=True)` finds several ranks
+load_watch: Any = None  # imports the watch, for several ranks; set by `ddpkit`
+start_watch: Any = None  # set by the watch
 # what the latest training loop has used: "backward" of averaged gradients, a loader's "weight", "gather_batch"; and the
 # count that this rank gave "global_mean" last
 weighting: dict[str, float] = {}
@@ -51,8 +52,13 @@ def session() -> Session | None:
     return None if job is None else job.session
 
 
+def has_peers() -> bool:
+    """Return whether the job that this process has joined is one of several ranks."""
+    return job is not None and job.session is not None and job.context.world_size > 1
+
+
 def current_session() -> Session:
-    """Return the session of the joined job; call it only where `joined()` is true."""
+    """Return the session of the joined job; call it only where `has_peers()` is true."""
     found = session()
     assert found is not None
     return found
@@ -108,7 +114,7 @@ def data_parallel() -> Peers | None:
 
 
 def choose_data_parallel(peers: Peers | None) -> None:
-    """Set the data-parallel ranks for the lifetime of this job; call it only where `joined()` is true."""
+    """Set the data-parallel ranks for the lifetime of this job; call it only where `has_peers()` is true."""
     assert job is not None
     job.data_parallel = peers
 
@@ -155,9 +161,9 @@ def peer_errors() -> Iterator[None]:
         ... except PeerError as error:
         ...     print(f"rank {error.rank} failed")  # save what there is, then end
     """
-    mine = session()
-    if mine:
-        mine.failures.raise_if_known()  # even if the script swallowed its error
+    mine = None if job is None else job.session
+    if mine is not None and mine.failures.known:  # even if the script swallowed its error
+        raise mine.failures.known.to_error()
     try:
         yield
     except RuntimeError as error:
@@ -167,15 +173,15 @@ def peer_errors() -> Iterator[None]:
         raise
 
 
-def tell(**progress: int) -> None:
+def set_progress(**progress: int) -> None:
     """Record the script's progress, for reports of what the ranks are doing."""
     mine = session()
     if mine is not None:
-        mine.told = {name: int(number) for name, number in progress.items()}
+        mine.progress = {name: int(number) for name, number in progress.items()}
         mine.acted_at = time.monotonic()
 
 
-def tell_samples(indices: Sequence[object]) -> None:
+def add_samples(indices: Sequence[object]) -> None:
     """Record the samples of the batch that a loader returns, or could not make."""
     _batches.append(indices)
 

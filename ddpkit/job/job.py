@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..arguments import as_integer, check_timeout
 from ..launch import ranks
 from ..launch.launch import Launch
-from ..torch_internals import current_group, no_group
+from ..torch_internals import no_group
 
 if TYPE_CHECKING:
     from ..join.session import Session
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 # The checked arguments of `setup()`.
 
-_TIMEOUT = timedelta(minutes=10)
 _CPU = torch.device("cpu")
 ChooseDevice = Callable[[int], str | torch.device]  # called with the local rank
 _PLACE = ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes", "master_port")
@@ -32,14 +31,32 @@ _PLACE = ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of `setup()`."""
+    """The arguments of `setup()`, checked and converted; `device` is a torch.device, a function or None.
+
+    Raises:
+        TypeError: If the time-out is a number.
+        ValueError: If an argument is invalid.
+    """
 
     backend: str | None = None
-    device: torch.device | ChooseDevice | None = None
-    timeout: timedelta = _TIMEOUT
+    device: Any = None
+    timeout: timedelta = timedelta(minutes=10)
     num_threads: int | None = None
     watch: bool = True
     launch: Launch | None = None
+
+    def __post_init__(self) -> None:
+        """Check the arguments other than the launch, whose ranks are told of a bad one."""
+        check_timeout(self.timeout)
+        if not isinstance(self.watch, bool):
+            raise ValueError(f"watch must be True or False, got {self.watch!r}.")
+        converted: dict[str, Any] = {"backend": checked_backend(self.backend)}
+        if self.num_threads is not None:
+            converted["num_threads"] = as_integer(self.num_threads, "num_threads")
+        if not callable(self.device):
+            converted["device"] = checked_device(self.device)
+        for name, value in converted.items():
+            object.__setattr__(self, name, value)
 
 
 class OpenStore(NamedTuple):
@@ -70,30 +87,6 @@ def check_launch(launch: Any) -> None:
             f"A launch of {launch.world_size} processes needs master_addr and master_port, where the ranks meet, got "
             f"{launch.master_addr!r} and {launch.master_port!r}."
         )
-
-
-def checked_options(
-    backend: Any = None,
-    device: Any = None,
-    timeout: Any = _TIMEOUT,
-    num_threads: Any = None,
-    watch: Any = True,
-    launch: Launch | None = None,
-) -> Options:
-    """Check and convert the other arguments of `setup()`.
-
-    Raises:
-        TypeError: If the time-out is a number.
-        ValueError: If an argument is invalid.
-    """
-    check_timeout(timeout)
-    if not isinstance(watch, bool):
-        raise ValueError(f"watch must be True or False, got {watch!r}.")
-    if num_threads is not None:
-        num_threads = as_integer(num_threads, "num_threads")
-    if not callable(device):
-        device = checked_device(device)
-    return Options(checked_backend(backend), device, timeout, num_threads, watch, launch)
 
 
 def checked_backend(backend: Any) -> str | None:
@@ -279,7 +272,7 @@ class Job:
 
     def is_current(self) -> bool:
         """Return whether its group is the current one; always true on one process."""
-        group = current_group()
+        group = dist.group.WORLD  # `current_group()`; it is asked in each collective
         if group is None:
             return self.session is None
         return self.group() is group

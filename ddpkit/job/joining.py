@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ..errors import LaunchError
 from ..join.causes import cause_of
 from ..join.members import Member, Members, usable_cores
-from ..join.rendezvous import complete_launch, join, raise_if_orphaned
+from ..join.rendezvous import complete_launch, join, raise_if_peer_lost
 from ..join.session import Session
 from ..join.sockets import LOOPBACKS, is_loopback, listen, probe, sockets_to
 from ..join.store import (
@@ -77,13 +77,13 @@ def assemble(job: Job, opened: OpenStore | None = None, lost: Callable[[], str] 
     launch = job.launch
     adopted = dist.is_initialized()
     agent = agent_of(launch)
-    orphaned = lost or (agent.lost if agent else str)
+    peer_lost = lost or (agent.lost if agent else str)
     if adopted:
         opened = OpenStore(group_store(), host=_host_of(launch))
     elif opened is None:
-        opened = _open_store(launch, asked.timeout, orphaned)
+        opened = _open_store(launch, asked.timeout, peer_lost)
 
-    session, members, listener = _join(job, opened, orphaned)
+    session, members, listener = _join(job, opened, peer_lost)
     job.hosts_store = launch.rank == opened.host and not adopted
     if asked.watch:
         _start_watch(job, session, members, listener, opened)
@@ -106,7 +106,9 @@ def _backend_of_group() -> str:
     return name
 
 
-def _open_store(launch: Launch, timeout: timedelta, orphaned: Callable[[], str], tries_again: bool = True) -> OpenStore:
+def _open_store(
+    launch: Launch, timeout: timedelta, peer_lost: Callable[[], str], tries_again: bool = True
+) -> OpenStore:
     address, port = launch.master_addr, launch.master_port
     host = _host_of(launch)
     is_host = launch.rank == host
@@ -120,13 +122,13 @@ def _open_store(launch: Launch, timeout: timedelta, orphaned: Callable[[], str],
             store = call_with_timeout(
                 lambda: open_store(address, port, is_host, timeout),
                 math.inf,
-                lambda: raise_if_orphaned(orphaned()),
+                lambda: raise_if_peer_lost(peer_lost()),
             )
             opened = OpenStore(store, address, port, host)
     except PortTaken as error:
         if not is_child_of_rank(error.address, error.port, launch.world_size):
             if tries_again and probe(error.address, error.port) is False:  # its user may have just left
-                return _open_store(launch, timeout, orphaned, tries_again=False)
+                return _open_store(launch, timeout, peer_lost, tries_again=False)
             refuse_job(error.address, error.port, str(error))  # the other rank 0 and its peers, if they hold the port
             raise LaunchError(str(error)) from None
         opened = OpenStore(dist.HashStore(), error.address, error.port)  # a separate job of one rank
@@ -135,7 +137,7 @@ def _open_store(launch: Launch, timeout: timedelta, orphaned: Callable[[], str],
     return opened
 
 
-def _join(job: Job, opened: OpenStore, orphaned: Callable[[], str]) -> tuple[Session, Members, socket.socket | None]:
+def _join(job: Job, opened: OpenStore, peer_lost: Callable[[], str]) -> tuple[Session, Members, socket.socket | None]:
     """Find the members; return them and, on rank 0, the socket where its watch listens."""
     launch = job.launch
     timeout = job.asked.timeout
@@ -146,12 +148,12 @@ def _join(job: Job, opened: OpenStore, orphaned: Callable[[], str]) -> tuple[Ses
     run_id = os.environ.get("DDPKIT_RUN_ID") or os.environ.get("TORCHELASTIC_RUN_ID") or None
     me = Member(launch.rank, launch.world_size, run_id, store_outlives_ranks(launch), job.asked.watch, address)
     try:
-        store, members = join(opened.store, me, timeout, orphaned)
+        store, members = join(opened.store, me, timeout, peer_lost)
     except BaseException:
         if listener:
             listener.close()
         raise
-    session = Session(store, me.rank, members.hosts, timeout, members.node_of, orphaned)
+    session = Session(store, me.rank, members.hosts, timeout, members.node_of, peer_lost)
     session.explain = cause_of
     session.store_host = opened.host or 0
     session.store_connections = connections_to(opened.store)
@@ -176,7 +178,7 @@ def _start_watch(
     """Start the watch, unless rank 0 has none."""
     if members.watch_address is not None:
         listens = partial(_listen_for_watches, job.launch, opened)
-        current_job.watch_starter(job, session, members, listener, listens)
+        current_job.start_watch(job, session, members, listener, listens)
 
 
 def _address_of(store: dist.Store) -> tuple[str | None, int | None]:
@@ -215,7 +217,7 @@ def _make_group(job: Job, session: Session, device: torch.device, backend: str) 
         job.group = reference(current_group())
     if backend == "gloo":
         session.follow_connections(current_group())
-    session.meet(session.count("group made"))  # leaving now would break connections that others still make
+    session.barrier(session.count("group made"))  # leaving now would break connections that others still make
 
 
 @contextmanager
@@ -285,12 +287,12 @@ def _check_sharing(session: Session, choices: list[dict[str, Any]]) -> bool:
     for rank, choice in enumerate(choices):
         if choice["device"]:
             holders.setdefault((session.nodes[rank], choice["device"]), []).append(rank)
-    crowds = [ranks for ranks in holders.values() if len(ranks) > 1]
-    for ranks in crowds:
+    shared = [ranks for ranks in holders.values() if len(ranks) > 1]
+    for ranks in shared:
         if not all(choices[rank]["shared"] for rank in ranks):
             host, kind = session.hosts[ranks[0]], choices[ranks[0]]["kind"]
             raise LaunchError(
                 f"Ranks {ranks} on {host} see the same accelerator: {len(ranks)} ranks, 1 {kind} device. Start "
                 f'one rank per device, or share it explicitly: setup(device="{kind}:0").'
             )
-    return bool(crowds)
+    return bool(shared)

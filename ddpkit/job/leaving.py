@@ -9,11 +9,10 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from ..errors import PeerError, describe_error, trace_of
-from ..torch_internals import abort_group
+from ..torch_internals import abort_group, torch_is_before
 from .job import Job
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ def publish(error: BaseException, session: Session, watch: Any) -> None:
             watch.tell(failure)
         session.failures.announce(failure)
         session.failures.known = failure
-    session.failures.settled = True
+    session.failures.muted = True
 
 
 def ended_well(error: BaseException) -> bool:
@@ -72,6 +71,6 @@ def destroy_group(job: Job, session: Session) -> None:
     else:
         # gloo's thread needs the GIL to drop the last tensor, but torch 2.6 holds it while it destroys the group here,
         # and later versions while a DDP model that holds the group ends
-        time.sleep(0.1 if torch.__version__ < "2.13" else 0.02)
+        time.sleep(0.1 if torch_is_before("2.13") else 0.02)
         dist.destroy_process_group()
     session.cut_connections()  # a DDP model holds the group until the process exits

@@ -8,7 +8,6 @@ import gc
 import logging
 import multiprocessing.util
 import os
-import re
 import sys
 import threading
 import time
@@ -28,10 +27,10 @@ from ..errors import DdpkitError, LaunchError, NotSetUpError, report_of
 from ..launch import ranks
 from ..launch.launch import Launch
 from ..launch.process_tree import unnested_launch
-from ..torch_internals import groups, in_autograd_thread
+from ..torch_internals import groups, in_autograd_thread, torch_is_before
 from . import current_job
 from .device import bind_device, choose_device, is_same_device
-from .job import ChooseDevice, Context, Job, OpenStore, Options, check_launch, checked_options, context_of
+from .job import ChooseDevice, Context, Job, OpenStore, Options, check_launch, context_of
 from .leaving import destroy_group, ended_well, fill_error_file, last_error, publish
 
 if TYPE_CHECKING:
@@ -40,11 +39,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _hooks_left: tuple[Any, Any] | None = None  # torch's exception hook, still installed, and the one before it
-_parting: Job | None = None  # the job that this process is leaving, whose group no thread may adopt
-_apart = ""  # the caller of the current block without communication, if any
+_leaving: Job | None = None  # the job that this process is leaving, whose group no thread may adopt
+_forbidden_by = ""  # the caller of the current block without communication, if any
 _children_keep_groups = False  # whether the fork hook is registered, which cannot be undone
 _callers = threading.Lock()  # held while the thread that calls a job's collectives is chosen
-_OLDEST_TORCH = (2, 6)  # the first with torch.accelerator; also in pyproject.toml
+_OLDEST_TORCH = "2.6"  # the first with torch.accelerator; also in pyproject.toml
 _FORKED = "This process was forked from a rank and is not one itself; start ranks with a launcher or ddpkit.spawn()."
 
 
@@ -93,7 +92,7 @@ def setup(
     """
     check_launch(launch)
     try:
-        asked = checked_options(backend, device, timeout, num_threads, watch, launch)
+        asked = Options(backend, device, timeout, num_threads, watch, launch)
     except (TypeError, ValueError) as error:
         if current_job.job is None and not dist.is_initialized():
             import_module(".refusal", __package__).tell_peers(error, launch)
@@ -101,7 +100,8 @@ def setup(
     job = current_job.job
     if job is None or not job.is_current():
         return _begin(asked).context
-    _refuse_forked(job)
+    if job.session is not None and not job.session.is_own:
+        raise LaunchError(_FORKED)
     if asked.backend not in (None, job.asked.backend, job.context.backend):
         raise ValueError(f"setup() was called before, with another backend:\n{job.context}")
     device, local_rank = job.context.device, job.context.local_rank
@@ -147,11 +147,6 @@ def _check_place(said: Launch | None, found: Launch) -> None:
         )
 
 
-def _refuse_forked(job: Job) -> None:
-    if job.session is not None and not job.session.is_own:
-        raise LaunchError(_FORKED)
-
-
 def _begin(asked: Options, opened: OpenStore | None = None, lost: Callable[[], str] | None = None) -> Job:
     """Join the current job, and leave the one before it, whose group no longer exists.
 
@@ -178,7 +173,7 @@ def _begin(asked: Options, opened: OpenStore | None = None, lost: Callable[[], s
             _let_children_keep_groups()
             joining = import_module(".joining", __package__)
             if asked.watch:  # imported before the ranks meet, because they need it then
-                import_module("ddpkit.watch.starting")
+                current_job.load_watch()
             joining.assemble(job, opened, lost)
             _install_hooks(job)
     except BaseException as error:
@@ -205,10 +200,8 @@ def _begin(asked: Options, opened: OpenStore | None = None, lost: Callable[[], s
 
 def check_torch(version: str = torch.__version__) -> None:
     """Raise if torch is too old: vendors' builds often bypass pip's own check."""
-    release = [int(number) for number in re.findall("[0-9]+", version)[:2]]
-    if tuple(release) < _OLDEST_TORCH:
-        oldest = ".".join(map(str, _OLDEST_TORCH))
-        raise LaunchError(f"ddpkit needs torch {oldest} or newer, found {version}.")
+    if torch_is_before(_OLDEST_TORCH, version):
+        raise LaunchError(f"ddpkit needs torch {_OLDEST_TORCH} or newer, found {version}.")
 
 
 def checked_launch(asked: Options) -> Launch:
@@ -291,7 +284,7 @@ def _leave(at_exit: bool = False, lingers: bool = True) -> None:
         at_exit: Whether the process is exiting; its exit code then tells whether this rank failed.
         lingers: Whether the store's host waits for ranks that still need it.
     """
-    global _parting
+    global _leaving
     job = current_job.job
     if job is not None:
         for hook in current_job.on_leave:
@@ -299,19 +292,19 @@ def _leave(at_exit: bool = False, lingers: bool = True) -> None:
         job.undo_changes()
     session = None if job is None else job.own_session()
     if session is not None:
-        session.failures.settled = True  # nothing is raised in here
-        _parting = job
+        session.failures.muted = True  # nothing is raised in here
+        _leaving = job
     current_job.job = None
     ranks.set_launch(None)
     if job is None or session is None:
         return
     try:
-        _part(job, session, at_exit, lingers)
+        _shut_down(job, session, at_exit, lingers)
     finally:
-        _parting = None
+        _leaving = None
 
 
-def _part(job: Job, session: Session, at_exit: bool, lingers: bool) -> None:
+def _shut_down(job: Job, session: Session, at_exit: bool, lingers: bool) -> None:
     """Leave a job of several ranks, which this process shows no more."""
     _put_hook_back(job)
     atexit.unregister(_at_exit)
@@ -319,7 +312,7 @@ def _part(job: Job, session: Session, at_exit: bool, lingers: bool) -> None:
         job.finalizer.cancel()
     failed = session.failures.known is not None
     if failed:
-        session.cut_connections(settled=True)
+        session.cut_connections(flush=True)
         if not job.hosts_store:  # a DDP model may hold its port
             current_job.open_stores.clear()
     if job.watch:
@@ -327,7 +320,7 @@ def _part(job: Job, session: Session, at_exit: bool, lingers: bool) -> None:
     destroy_group(job, session)  # before lingering: it frees ranks that wait for this one
     session.leave(lingers and job.hosts_store)
     if job.watch and at_exit:
-        job.watch.hand_over()
+        job.watch.detach()
 
 
 def _put_hook_back(job: Job) -> None:
@@ -414,30 +407,35 @@ def distributed(
             _leave()
 
 
-def joined() -> bool:
-    """Return whether there are peers. Adopts an existing process group. Collective then.
+def enter_collective() -> Session | None:
+    """Make sure that this thread may call a collective now. Adopts an existing process group, collectively.
+
+    Returns:
+        The session of the job; None without peers.
 
     Raises:
         DdpkitError: In a block without communication; in a second thread.
         NotSetUpError: If several processes were launched but not set up, or their group was destroyed or replaced.
     """
-    if _apart:
+    if _forbidden_by:
         raise DdpkitError(
-            f"Collectives cannot run inside a block of {_apart}: the others would wait for a rank that raises there. "
-            "Call them before or after the block."
+            f"Collectives cannot run inside a block of {_forbidden_by}: the others would wait for a rank that "
+            "raises there. Call them before or after the block."
         )
     job = current_job.job
     if job is None or not job.is_current():
         job = _join_group()
-    if job is None:
-        return False
-    _refuse_forked(job)
-    if job.session is None or job.context.world_size == 1:
-        return False
-    job.session.acted_at = time.monotonic()
+    session = None if job is None else job.session
+    if job is None or session is None:
+        return None
+    if session.pid != os.getpid():
+        raise LaunchError(_FORKED)
+    if job.context.world_size == 1:
+        return None
+    session.acted_at = time.monotonic()
     if threading.current_thread() is not job.caller:
         _check_thread(job, threading.current_thread())
-    return True
+    return session
 
 
 def _check_thread(job: Job, thread: threading.Thread) -> None:
@@ -472,15 +470,15 @@ def _check_thread(job: Job, thread: threading.Thread) -> None:
 
 
 @contextmanager
-def apart(call: str) -> Iterator[None]:
+def no_collectives(call: str) -> Iterator[None]:
     """Forbid ddpkit's communication in a block in which one rank may raise alone; blocks cannot be nested."""
-    global _apart
-    joined()
-    _apart = call
+    global _forbidden_by
+    enter_collective()
+    _forbidden_by = call
     try:
         yield
     finally:
-        _apart = ""
+        _forbidden_by = ""
 
 
 def _join_group() -> Job | None:
@@ -493,7 +491,7 @@ def _join_group() -> Job | None:
             "end of the job, instead of dist.destroy_process_group(); to continue, call ddpkit.setup() again on all "
             "ranks, or on all of the new group."
         )
-    if _parting is not None and _parting.is_current():
+    if _leaving is not None and _leaving.is_current():
         raise NotSetUpError("This process is leaving its job in another thread, so it can call no more collectives.")
     if dist.is_initialized():
         job = _begin(Options(watch=False))
@@ -512,9 +510,10 @@ def _join_group() -> Job | None:
 
 def exchange(text: str, subset: tuple[int, ...] | None = None) -> list[str]:
     """Give every rank the texts of all, or of these ranks, through the store; `[text]` on one process. Collective."""
-    if not joined():
+    session = enter_collective()
+    if session is None:
         return [text]
-    return current_job.current_session().exchange(text, ranks=subset)
+    return session.exchange(text, ranks=subset)
 
 
 def report(error: BaseException) -> BaseException:

@@ -67,7 +67,7 @@ def refuse_job(address: str, port: int, reason: str, is_rank: bool = False) -> N
     deadline = time.monotonic() + (_RANK if is_rank else _STRANGER)
     with suppress(OSError, RuntimeError):
         generation = _generation_in(_connect_anew(address, port, deadline), deadline)
-        if generation is None or generation.starter():
+        if generation is None or generation.parent_rank():
             return
         generation.fail(reason)
         if is_rank and not generation.is_complete():
@@ -84,16 +84,16 @@ def is_child_of_rank(address: str, port: int, world_size: int) -> bool:
     try:
         store = _connect_anew(address, port, time.monotonic() + _STRANGER)
         generation = _generation_in(store, time.monotonic() + _OPENING)
-        starter = generation.starter() if generation else None
+        parent = generation.parent_rank() if generation else None
         if generation:
             generation.raise_if_continued()
     except JobContinues:
         raise
     except (OSError, RuntimeError):  # not a store, or no answer
         return False
-    if starter and world_size > 1:
-        raise StartedByRank(starter)
-    return starter is not None
+    if parent and world_size > 1:
+        raise StartedByRank(parent)
+    return parent is not None
 
 
 def _generation_in(store: dist.Store, deadline: float) -> Generation | None:

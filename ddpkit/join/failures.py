@@ -129,22 +129,22 @@ class Failures:
             the process is ended.
         left: Ranks that have left the job.
         exiting: Ranks with exiting processes, and until when to wait for the exit code.
-        orphaned: Returns the fate of the process that must outlive this one, "" while it lives.
+        peer_lost: Returns the fate of the process that must outlive this one, "" while it lives.
         explained: The last exception whose cause was looked for.
         compared: Whether the ranks have compared which collective broke.
     """
 
-    def __init__(self, store: dist.Store, rank: int, hosts: Sequence[str], orphaned: Callable[[], str]) -> None:
+    def __init__(self, store: dist.Store, rank: int, hosts: Sequence[str], peer_lost: Callable[[], str]) -> None:
         self._store = store
         self._rank = rank
         self._hosts = hosts
         self.known: Failure | None = None
-        self.settled = False
+        self.muted = False
         self.held = False
         self.grace = GRACE
         self.left: list[int] = []
         self.exiting: dict[int, float] = {}
-        self.orphaned = orphaned
+        self.peer_lost = peer_lost
         self.explained: BaseException | None = None
         self.compared = False
 
@@ -184,11 +184,11 @@ class Failures:
         if self.known:
             return self.known.to_error()
         gone = [rank for rank in self.left if host in (None, rank)]
-        return self.orphan() or (self.departure(gone[0]) if gone else None)
+        return self.lost_peer() or (self.departure(gone[0]) if gone else None)
 
-    def orphan(self) -> PeerError | None:
+    def lost_peer(self) -> PeerError | None:
         """Create the error for the end of the process that must outlive this rank; None while it lives."""
-        words = self.orphaned()
+        words = self.peer_lost()
         if not words:
             return None
         return PeerError(self._rank, self._hosts[self._rank], "orphaned", words)

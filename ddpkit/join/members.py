@@ -101,7 +101,7 @@ class Member:
             return None
         return runs_since(self.pid, self.born)
 
-    def is_above_me(self) -> bool:
+    def is_ancestor(self) -> bool:
         """Return whether this process descends from it."""
         return self._is_here() and ancestors().get(self.pid) == self.born
 

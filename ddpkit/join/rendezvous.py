@@ -109,12 +109,12 @@ class Generation:
         """Return whether all ranks have left normally: then no rank reads or writes here any more."""
         return self.store.check(["members", "left"]) and self.store.add("left", 0) >= self.members().world_size
 
-    def starter(self) -> Member | None:
+    def parent_rank(self) -> Member | None:
         """Return the rank that started this process, if the job is complete and has not ended; None otherwise."""
         if not self.is_complete() or self.is_over():
             return None
         for claim in self.claims(range(self.members().world_size)):
-            if claim.is_above_me():
+            if claim.is_ancestor():
                 return claim
         return None
 
@@ -150,11 +150,11 @@ class Generation:
 
     def await_readers(self, readers: int, seconds: float) -> None:
         """Count this rank as a reader of the reason; wait, with a time limit, for this number of readers."""
-        heard = self.store.add("heard", 1)
+        count = self.store.add("readers", 1)
         deadline = time.monotonic() + seconds
-        while heard < readers and time.monotonic() < deadline:
+        while count < readers and time.monotonic() < deadline:
             time.sleep(0.01)
-            heard = self.store.add("heard", 0)
+            count = self.store.add("readers", 0)
 
 
 def _claimant_key(number: int) -> str:
@@ -188,17 +188,17 @@ class StartedByRank(LaunchError):
 
     is_failure = False
 
-    def __init__(self, starter: Member) -> None:
+    def __init__(self, parent: Member) -> None:
         evidence = [line.partition("=") for line in detect_launch(os.environ).evidence if " " not in line]
         names = ", ".join(name for name, sign, _ in evidence if sign)
         super().__init__(
-            f"Rank {starter.rank} of a running job, {starter}, started this process, which has inherited its "
+            f"Rank {parent.rank} of a running job, {parent}, started this process, which has inherited its "
             f"environment but is not a rank. The job continues without it. To run it alone, start it without {names}."
         )
 
 
 def join(
-    store: dist.Store, me: Member, timeout: timedelta, orphaned: Callable[[], str] = str
+    store: dist.Store, me: Member, timeout: timedelta, peer_lost: Callable[[], str] = str
 ) -> tuple[dist.Store, Members]:
     """Agree with all ranks on a generation and its members.
 
@@ -206,7 +206,7 @@ def join(
         store: Where the ranks meet.
         me: This process.
         timeout: Longest wait for the other ranks.
-        orphaned: Returns the fate of the process that must outlive this one, "" while it lives.
+        peer_lost: Returns the fate of the process that must outlive this one, "" while it lives.
 
     Returns:
         The store under the generation's prefix, and the members.
@@ -221,7 +221,7 @@ def join(
         return call_with_timeout(
             lambda: meet(store, me, deadline, timeout),
             seconds,
-            lambda: raise_if_orphaned(orphaned()),
+            lambda: raise_if_peer_lost(peer_lost()),
         )
     except TimeoutError:
         raise LaunchError(
@@ -229,11 +229,11 @@ def join(
             "rank 0 or torchrun, stopped or cut off?"
         ) from None
     except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise_if_orphaned(orphaned())
+        raise_if_peer_lost(peer_lost())
         raise StoreLost(f"Rank {me.rank} lost the store while joining; its host has ended: {error}") from error
 
 
-def raise_if_orphaned(reason: str) -> None:
+def raise_if_peer_lost(reason: str) -> None:
     """Raise if the process that must outlive this one has ended."""
     if reason:
         raise LaunchError(f"This rank cannot join: {reason}.")
@@ -258,10 +258,10 @@ def _collect_claims(store: dist.Store, me: Member, deadline: float, timeout: tim
     former = Generation.latest(store)
     if former:
         former.raise_if_continued()
-    starter = former.starter() if former else None
-    if starter:
+    parent = former.parent_rank() if former else None
+    if parent:
         if me.world_size > 1:
-            raise StartedByRank(starter)
+            raise StartedByRank(parent)
         store = dist.HashStore()  # a separate job of one rank
     generation = Generation.new(store)
     generation.store.set(claim_key(0), me.to_json())
@@ -326,9 +326,9 @@ def _claim(generation: Generation, me: Member) -> bool:
     # a process on another host cannot be checked; an agent reuses a number only after its holder has ended
     perhaps_alive = alive is None and not me.store_outlives_ranks
     if (alive or perhaps_alive) and not generation.is_over():
-        starter = generation.starter()
-        if starter:
-            raise StartedByRank(starter)
+        parent = generation.parent_rank()
+        if parent:
+            raise StartedByRank(parent)
         _refuse_second_claim(generation, me, holder)
     # others may wait for it; an agent restarts all of them, and they move on to the next generation
     if alive is False and not me.store_outlives_ranks and not generation.is_complete():
@@ -344,9 +344,9 @@ def _accepted(generation: Generation, me: Member) -> Members | None:
         return None
     members = generation.members()
     if members.world_size != me.world_size:
-        starter = generation.starter()
-        if starter:
-            raise StartedByRank(starter)
+        parent = generation.parent_rank()
+        if parent:
+            raise StartedByRank(parent)
         refuse_text(generation.store.get("members"), "members")
     return members
 

@@ -23,7 +23,7 @@ from ..errors import BarrierTimeoutError, DdpkitError, PeerError, printable
 from ..parsing import parse, refuse_text
 from ..torch_internals import gloo_address
 from .failures import FAILURE, Failure, Failures
-from .sockets import SETTLE, cut, sockets_beside
+from .sockets import FLUSH_SECONDS, cut, sockets_beside
 from .store import Pause, call_with_timeout, read_long, read_text, read_texts, write_long
 
 T = TypeVar("T")
@@ -50,15 +50,16 @@ class Session:
         hosts: Host name of each rank.
         timeout: Default time-out of each wait.
         nodes: Node of each rank, for comparison: several may have one host name.
-        orphaned: Returns the fate of the process that must outlive this one, "" while it lives.
+        peer_lost: Returns the fate of the process that must outlive this one, "" while it lives.
 
     Attributes:
+        pid: Process that joined; others are forked from it.
         store_host: The rank that hosts the store, if any.
         watch: Weak reference: returns the thread that can ask the other ranks, as long as it exists.
         explain: Explains why a collective broke.
         told: Progress of the script.
-        waits: The wait for all ranks in which the main thread is; "" while it asks the store, whose answer may end it.
-        waits_for: The barrier of all ranks for which the main thread asks the store; "" if there is none.
+        waits: The wait for all ranks in which the main thread is: its key, its start, and when it asked the last
+            question to which the answer was that ranks are missing.
         acted_at: Time of its last batch or collective.
         connections: Those of the process group, to be cut after the job has failed.
         store_connections: Those to the store, to be cut if it does not answer after a failure.
@@ -71,7 +72,7 @@ class Session:
         hosts: Sequence[str],
         timeout: timedelta,
         nodes: Sequence[object],
-        orphaned: Callable[[], str],
+        peer_lost: Callable[[], str],
     ) -> None:
         self.store = store
         self.rank = rank
@@ -79,16 +80,15 @@ class Session:
         self.timeout = timeout
         self.nodes = nodes
         self.store_host = 0
-        self.failures = Failures(store, rank, hosts, orphaned)
+        self.failures = Failures(store, rank, hosts, peer_lost)
         self.watch: Callable[[], Any] = _no_watch
         self.explain: Callable[[BaseException, Session], DdpkitError | None] = _no_cause
-        self.told: dict[str, int] = {}
-        self.waits = ""
-        self.waits_for = ""
+        self.progress: dict[str, int] = {}
+        self.waits: tuple[str, float, float] | None = None
         self.acted_at = time.monotonic()
         self.connections: set[int] = set()
         self.store_connections: set[int] = set()
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self._deadlines: dict[int, tuple[float, bool]] = {}  # end of each thread's current wait, if it is the last
         self._counts: dict[tuple[str, Ranks | None], int] = {}  # uses of each name, by the ranks that meet
         self._used: dict[Ranks | None, list[str]] = {}  # keys of these ranks' last meeting
@@ -96,7 +96,7 @@ class Session:
     @property
     def is_own(self) -> bool:
         """Return whether this process is the rank, and not a child forked from it."""
-        return self._pid == os.getpid()
+        return self.pid == os.getpid()
 
     def failure_of(self, error: BaseException) -> Failure:
         """Describe an error of this rank for the others."""
@@ -106,9 +106,9 @@ class Session:
         """Store the connections of a gloo group, to be cut after the job has failed."""
         self.connections |= sockets_beside(gloo_address(group))
 
-    def cut_connections(self, settled: bool = False) -> None:
+    def cut_connections(self, flush: bool = False) -> None:
         """Cut the process group's connections, which ends collectives; optionally after time for others to finish."""
-        cut(self.connections, SETTLE if settled else 0.0)
+        cut(self.connections, FLUSH_SECONDS if flush else 0.0)
 
     def count(self, name: str, ranks: Ranks | None = None) -> str:
         """Make a key for the n-th use of a name; all ranks count alike, because all of `ranks` take part."""
@@ -118,7 +118,7 @@ class Session:
             name += f" of ranks {', '.join(map(str, ranks))}"
         return f"{name}/{number}"
 
-    def meet(
+    def barrier(
         self,
         key: str,
         timeout: timedelta | None = None,
@@ -167,7 +167,7 @@ class Session:
 
         with self.bounded(timeout):
             self.store.set(mine, printable(text))
-            self.meet(key, timeout, used=[mine], ranks=ranks)
+            self.barrier(key, timeout, used=[mine], ranks=ranks)
             if self.rank == first:
                 texts = read_texts(self.store, [f"{key}/from/{rank}" for rank in everyone])
                 self._used[ranks] += write_long(self.store, answer, _shorten(texts))
@@ -217,19 +217,20 @@ class Session:
         failure = None
         with self._deadline(timeout) as deadline:
             while True:
+                asked = time.monotonic()
                 value = ready()
                 if value is not None:
                     return value
                 if failure:
                     raise failure.to_error()
+                if self.waits:
+                    self.waits = *self.waits[:2], asked
                 failure = self.failures.look_up()
                 if failure:  # of a peer that may have arrived before it failed
                     continue
                 if time.monotonic() > deadline:
                     break
-                self.waits = self.waits_for
                 pause()
-                self.waits = ""
         with self._deadline(_AFTERWARDS, is_last=True):  # the store has answered so far
             self.show_ranks()
             failure = self.failures.look_up()
@@ -363,7 +364,8 @@ class StoreBarrier:
             return
         self._note_at = time.monotonic() + min(_NOTED_AFTER, self._timeout.total_seconds() / 2)
         if len(self._ranks) == len(self._session.hosts):
-            self._session.waits_for = self._key
+            now = time.monotonic()
+            self._session.waits = self._key, now, now
         try:
             left = timedelta(seconds=self._ends_at - time.monotonic())  # a slow store may have taken some
             self._session.until(self._is_complete, left, self._give_up)
@@ -371,7 +373,7 @@ class StoreBarrier:
             self._store.set(self._note, f"timed out in {self.name}")
             raise
         finally:
-            self._session.waits = self._session.waits_for = ""
+            self._session.waits = None
         if self._note_at == math.inf:
             self._store.delete_key(self._note)
 

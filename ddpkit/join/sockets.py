@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 LOOPBACKS = ("lo", "lo0")  # names of the loopback interface
-SETTLE = 0.5  # seconds for collectives that can still end
+FLUSH_SECONDS = 0.5  # seconds for collectives that can still end
 _PROBE = 2.0  # seconds in which a reachable host accepts or refuses a connection
 
 

@@ -15,13 +15,13 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
 from ..errors import LaunchError, printable
 from ..launch import environment
 from ..launch.launch import JOB_IDS, Launch
 from ..parsing import refuse_text
+from ..torch_internals import torch_is_before
 from . import sockets
 
 T = TypeVar("T")
@@ -291,7 +291,7 @@ def host_on(host: str) -> dist.TCPStore:
 
     Before torch 2.8 the store cannot use an existing socket, and listens on all.
     """
-    if torch.__version__ < "2.8":
+    if torch_is_before("2.8"):
         return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
     listener, (address, port) = sockets.listen(host, sockets.is_loopback(host))
     descriptor = listener.detach()

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from . import environment
-from .environment import START_ON_NODES, Reading, derive_port, filled, meet_nobody, warn_of_allocation
+from .environment import START_ON_NODES, Reading, derive_port, drop_address, filled, shown, warn_of_allocation
 from .launch import (
     ALLOCATIONS,
     FORGOTTEN,
@@ -83,7 +83,7 @@ def _read_mpirun(launcher: Launcher, env: Mapping[str, str]) -> Reading:
     """Read the variables of a launcher that sets no address, though its user may (mpirun -x)."""
     reading = Reading(launcher, env)
     if reading.values.get("world_size") == 1:
-        meet_nobody(reading)
+        drop_address(reading)
         _refuse_copies(reading)
         return reading
     absent = [name for name in MASTER.values() if name not in env]
@@ -126,8 +126,8 @@ def _refuse_copies(reading: Reading) -> None:
 
 
 def _single(env: Mapping[str, str]) -> Launch:
-    evidence = [f"{name}={env[name]}" for name in (*RANKS.values(), *LOCAL.values()) if name in env]
-    ignored = [f"{name}={env[name]}" for name in MASTER.values() if name in env]
+    evidence = [shown(name, env) for name in (*RANKS.values(), *LOCAL.values()) if name in env]
+    ignored = [shown(name, env) for name in MASTER.values() if name in env]
     if ignored:
         evidence.append(f"{', '.join(ignored)} ignored: nothing indicates other ranks")
     warning = warn_of_allocation(env, *ALLOCATIONS)
@@ -151,7 +151,7 @@ def read_step(env: Mapping[str, str]) -> Reading:
         step.values["local_world_size"] = tasks
         step.evidence.append(step.shown(layout))
     if step.values.get("world_size") == 1:
-        meet_nobody(step)
+        drop_address(step)
         warning = warn_of_allocation(env, "SLURM_NTASKS")
         if warning:  # salloc may open its shell in a step of one task
             step.evidence.append(FORGOTTEN + warning)

@@ -126,8 +126,8 @@ class Reading:
             return None
 
     def shown(self, name: str) -> str:
-        """Return a variable as "NAME=value", a long value shortened."""
-        return f"{name}={self.env[name]}"[:_VARIABLE_LENGTH]
+        """Return a variable as `shown()` does."""
+        return shown(name, self.env)
 
     def said(self, field: str) -> str:
         """Return the source of a value, such as "RANK=3"."""
@@ -197,8 +197,8 @@ class Reading:
 
 
 def filled(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that are not empty, printable; many scripts set a rank of -1 for "not distributed"."""
-    found = {name: printable(text.strip()) for name, text in env.items() if text.strip()}
+    """Return the variables that are not empty; many scripts set a rank of -1 for "not distributed"."""
+    found = {name: text.strip() for name, text in env.items() if text.strip()}
     if found.get("WORLD_SIZE", "1") == "1":
         for name in ("RANK", "LOCAL_RANK"):
             if found.get(name) == "-1":
@@ -206,7 +206,12 @@ def filled(env: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def meet_nobody(reading: Reading) -> None:
+def shown(name: str, env: Mapping[str, str]) -> str:
+    """Return a variable as "NAME=value", printable, a long value shortened."""
+    return printable(f"{name}={env[name]}")[:_VARIABLE_LENGTH]
+
+
+def drop_address(reading: Reading) -> None:
     """Forget the address: jobs of one task may run side by side under one exported MASTER_PORT."""
     for field in MASTER:
         reading.values.pop(field, None)
@@ -218,7 +223,7 @@ def warn_of_allocation(env: Mapping[str, str], *names: str) -> str | None:
         tool = ALLOCATIONS[name]
         if env.get(name, "1") != "1":
             return (
-                f"{name}={env[name]}, but this process is not one of {tool}'s tasks (a batch script, or a shell in an "
+                f"{shown(name, env)}, but this process is not one of {tool}'s tasks (a batch script, or a shell in an "
                 f"allocation), so it runs alone: start the ranks with {tool}"
             )
     return None

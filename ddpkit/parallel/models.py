@@ -1,7 +1,8 @@
-"""Unwrap a model; check, overwrite and describe its tensors."""
+"""Unwrap a model, and its state dicts; check, overwrite and describe its tensors."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, overload
 
@@ -16,7 +17,7 @@ from ..collectives.transfer import broadcast_tensor
 from ..collectives.tree import flat_bytes, name_dtype
 from ..job import current_job
 from ..job.job import ranks_of
-from ..torch_internals import has_no_memory, is_compiled, is_dtensor
+from ..torch_internals import has_no_memory, is_compiled, is_dtensor, module_versions, set_module_versions
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -72,6 +73,8 @@ def join_path(path: str, name: str) -> str:
 
 def strip(name: str, wrapped: set[str]) -> str:
     """Remove the parts at these paths from a dotted name."""
+    if not wrapped:
+        return name
     path = ""
     kept = []
     for part in name.split("."):
@@ -81,21 +84,74 @@ def strip(name: str, wrapped: set[str]) -> str:
     return ".".join(kept)
 
 
+def clean_state_dict(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """Rename the keys of a wrapped or compiled model's state dict to those of the model itself.
+
+    Use it for files from elsewhere; for a model in memory use `unwrap_model(model).state_dict()`.
+    It removes `module.` and `_orig_mod.` at each level where all keys share them, as under
+    wrappers. A real submodule named `module` loses its name, too, unless it has siblings. torch's
+    version metadata is kept.
+
+    Args:
+        state_dict: A complete state dict; it is not modified.
+
+    Returns:
+        A new `OrderedDict` with the same values in the same order.
+
+    Example:
+        >>> state = {"module._orig_mod.0.weight": 1, "module._orig_mod.1.module.bias": 2}
+        >>> dict(clean_state_dict(state))
+        {'0.weight': 1, '1.bias': 2}
+    """
+    wrappers = _find_wrappers(state_dict)
+    cleaned: OrderedDict[str, Any] = OrderedDict()
+    for key, value in state_dict.items():
+        cleaned[strip(key, wrappers)] = value
+    versions = module_versions(state_dict)
+    if versions:
+        by_path = {strip(path, wrappers): version for path, version in versions.items()}
+        set_module_versions(cleaned, by_path)
+    return cleaned
+
+
+def _find_wrappers(keys: Iterable[str]) -> set[str]:
+    """Find the paths of modules that look like the only child of a wrapper: "actor.module"."""
+    children: dict[str, set[str]] = {}
+    for key in keys:
+        parent = ""
+        for name in key.split("."):
+            child = join_path(parent, name)
+            children.setdefault(parent, set()).add(child)
+            parent = child
+    wrappers = set()
+    for siblings in children.values():
+        if len(siblings) > 1:
+            continue
+        (child,) = siblings
+        name = child.rpartition(".")[2]
+        if name in ("module", "_orig_mod") and child in children:
+            wrappers.add(child)
+    return wrappers
+
+
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Name a model's parameters, then its buffers, as the unwrapped model does."""
-    return [*named_parameters(model), *named_buffers(model)]
+    return _unwrapped_names(model, [*model.named_parameters(), *model.named_buffers()])
 
 
 def named_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Name a model's parameters, as the unwrapped model does."""
-    wrapped = wrapped_paths(model)
-    return [(strip(name, wrapped), parameter) for name, parameter in model.named_parameters()]
+    return _unwrapped_names(model, model.named_parameters())
 
 
 def named_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Name a model's buffers, as the unwrapped model does."""
+    return _unwrapped_names(model, model.named_buffers())
+
+
+def _unwrapped_names(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
     wrapped = wrapped_paths(model)
-    return [(strip(name, wrapped), buffer) for name, buffer in model.named_buffers()]
+    return [(strip(name, wrapped), tensor) for name, tensor in named]
 
 
 def check_module(call: str, model: object) -> None:

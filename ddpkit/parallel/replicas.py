@@ -88,7 +88,7 @@ def check_replicas(
         whole = _as_one_module(call, model)
         check_tensors(call, without_dtensors(named_tensors(whole)))
         optimizers = _name_optimizers(call, optimizer)
-        if not lifecycle.joined():
+        if lifecycle.enter_collective() is None:
             return
         values = _model_values(whole)
         for name, each in optimizers.items():
@@ -240,7 +240,7 @@ def sync_buffers(model: nn.Module, how: Literal["mean", "broadcast"] = "mean") -
         check_module(call, model)
         check_tensors(call, named_tensors(model))
         buffers = {name: buffer.detach() for name, buffer in named_buffers(model)}
-        if not lifecycle.joined():
+        if lifecycle.enter_collective() is None:
             return
         mine = {name: digest(buffer) for name, buffer in buffers.items()}
     check_fingerprint(fingerprint_of(f"sync_buffers(how={how!r})", describe_tensors(buffers)), peers)

@@ -1,4 +1,4 @@
-"""Wrap a model in torch's DDP if the job needs it, and remove wrappers' names from state dicts.
+"""Wrap a model in torch's DDP if the job needs it.
 
 `wrap_model` returns torch's DDP or the model itself; ddpkit has no wrapper of its own.
 """
@@ -6,43 +6,40 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
+import logging
 import sys
+import warnings
 import weakref
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.data import DataLoader, RandomSampler
 
 from ..arguments import no_option
-from ..collectives.consistency import check_fingerprint, fingerprint_of, joined_world_size, raise_everywhere
+from ..collectives.consistency import check_fingerprint, fingerprint_of, raise_everywhere
 from ..errors import DdpkitError
-from ..job import current_job
+from ..job import current_job, lifecycle
 from ..job.device import count_accelerators
-from ..job.job import group_of
+from ..job.job import group_of, ranks_of
 from ..launch import ranks
 from ..torch_internals import (
     accumulates,
     after_backward,
     forward_pre_hooks,
-    module_versions,
-    set_module_versions,
     tensors_in,
 )
-from .hints import warn_of_idle_gpus, warn_of_unshared_loader
 from .models import (
     broadcast_into,
     check_module,
     check_tensors,
     describe_tensors,
-    join_path,
     named_parameters,
     named_tensors,
-    strip,
 )
 
 _DECIDED = {  # DDP options that the caller may not set
@@ -59,6 +56,7 @@ _DECIDED = {  # DDP options that the caller may not set
 }
 Strategy = Literal["auto", "ddp", "dp"]
 M = TypeVar("M", bound=nn.Module)
+_log = logging.getLogger(__name__)
 
 
 def wrap_model(
@@ -119,25 +117,26 @@ def wrap_model(
     broadcast_buffers = options.pop("forward_sync_buffers", broadcast_buffers)
     options |= {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
     with raise_everywhere("wrap_model()", peers):
-        _check_model(model)
+        modules, tensors = _checked_parts(model)
         _check_options(options)
-        has_group = joined_world_size(peers) > 1 or (strategy == "ddp" and dist.is_initialized())
+        lifecycle.enter_collective()
+        has_group = len(ranks_of(peers)) > 1 or (strategy == "ddp" and dist.is_initialized())
         _check_strategy(strategy, has_group)
         if has_group and sync_batchnorm and device.type == "cpu":
             reason = "torch supports it with NCCL and XCCL only"
             raise ValueError(f"sync_batchnorm=True needs an accelerator: {reason}.")
-    _forget_frozen(model)
+    _forget_frozen(modules)
     if strategy == "dp":
         return DataParallel(model.to(device))
     if not has_group:
-        warn_of_idle_gpus()
+        _warn_of_idle_gpus()
         return model.to(device)
     switches = {"sync_batchnorm": sync_batchnorm, "broadcast_buffers": broadcast_buffers}
     described = {name: str(value) for name, value in (switches | options).items()}
-    check_fingerprint(fingerprint_of("wrap_model", described | _describe(model)), peers)
+    check_fingerprint(fingerprint_of("wrap_model", described | _describe(tensors)), peers)
     model = model.to(device)
-    if not any(parameter.requires_grad for parameter in model.parameters()):  # DDP rejects it
-        broadcast_into([tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
+    if not any(tensor.requires_grad for tensor in tensors.values()):  # DDP rejects it
+        broadcast_into([tensor.detach() for _, tensor in named_tensors(model)])
         return _remember_frozen(model)
     if sync_batchnorm:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model, group_of(peers))  # type: ignore[no-untyped-call]
@@ -152,13 +151,16 @@ def wrap_model(
     return _remember_frozen(ddp)
 
 
-def _check_model(model: nn.Module) -> None:
+def _checked_parts(model: nn.Module) -> tuple[list[nn.Module], dict[str, Tensor]]:
+    """Return the modules and, by name, the tensors of a model that is not wrapped yet and is wholly on this rank."""
     check_module("wrap_model()", model)
-    for module in model.modules():
-        if isinstance(module, DataParallel | DistributedDataParallel):
-            remedy = "Wrap the plain model, once."
-            raise ValueError(f"The model is already wrapped, completely or in part. {remedy}")
-    check_tensors("wrap_model()", named_tensors(model))
+    modules = list(model.modules())
+    if any(isinstance(module, DataParallel | DistributedDataParallel) for module in modules):
+        remedy = "Wrap the plain model, once."
+        raise ValueError(f"The model is already wrapped, completely or in part. {remedy}")
+    tensors = named_tensors(model)
+    check_tensors("wrap_model()", tensors)
+    return modules, dict(tensors)
 
 
 def _check_options(options: dict[str, Any]) -> None:
@@ -178,16 +180,16 @@ def _check_strategy(strategy: str, has_group: bool) -> None:
     if strategy == "ddp" and not has_group:
         remedy = "Start the script with torchrun --nproc_per_node=N."
         raise DdpkitError(f"strategy='ddp' needs a process group. {remedy}")
-    world_size = ranks.get_world_size()
-    gpus = count_accelerators()
-    if strategy == "dp" and (world_size > 1 or gpus < 2):
+    if strategy != "dp":
+        return
+    world_size, gpus = ranks.get_world_size(), count_accelerators()
+    if world_size > 1 or gpus < 2:
         found = f"this job has {world_size} processes and sees {gpus} GPUs"
         raise DdpkitError(f"strategy='dp' needs 1 process and several GPUs; {found}.")
 
 
-def _describe(model: nn.Module) -> dict[str, str]:
+def _describe(tensors: dict[str, Tensor]) -> dict[str, str]:
     """Describe each tensor by what must be equal on all ranks before DDP broadcasts values."""
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     texts = describe_tensors(tensors)
     for name, tensor in tensors.items():
         if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
@@ -197,15 +199,17 @@ def _describe(model: nn.Module) -> dict[str, str]:
 
 def _remember_frozen(model: M) -> M:
     """Make a model's forward raise once a parameter that is frozen now needs a gradient."""
+    if all(parameter.requires_grad for parameter in model.parameters()):
+        return model
     frozen = [(name, parameter) for name, parameter in named_parameters(model) if not parameter.requires_grad]
-    if frozen and not isinstance(model, torch.jit.ScriptModule):  # it takes no such hook
+    if not isinstance(model, torch.jit.ScriptModule):  # it takes no such hook
         model.register_forward_pre_hook(functools.partial(_check_frozen, frozen))
     return model
 
 
-def _forget_frozen(model: nn.Module) -> None:
-    """Undo `_remember_frozen` in a model that is wrapped again, or is part of one."""
-    for module in model.modules():
+def _forget_frozen(modules: list[nn.Module]) -> None:
+    """Undo `_remember_frozen` in modules of a model that is wrapped again."""
+    for module in modules:
         hooks = forward_pre_hooks(module)
         for number, hook in list(hooks.items()):
             if getattr(hook, "func", None) is _check_frozen:
@@ -250,7 +254,7 @@ class _Backwards:
         """Hook the backwards that start at a forward's outputs."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        warn_of_unshared_loader()
+        _warn_of_unshared_loader()
         self._is_running = False  # the last one may have raised
         latest = None  # after an unsynchronised forward every backward counts, until DDP has averaged
         if model.require_backward_grad_sync:
@@ -284,51 +288,33 @@ class _Backwards:
         self._is_running = self._is_expected = False
 
 
-def clean_state_dict(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Rename the keys of a wrapped or compiled model's state dict to those of the model itself.
-
-    Use it for files from elsewhere; for a model in memory use `unwrap_model(model).state_dict()`.
-    It removes `module.` and `_orig_mod.` at each level where all keys share them, as under
-    wrappers. A real submodule named `module` loses its name, too, unless it has siblings. torch's
-    version metadata is kept.
-
-    Args:
-        state_dict: A complete state dict; it is not modified.
-
-    Returns:
-        A new `OrderedDict` with the same values in the same order.
-
-    Example:
-        >>> state = {"module._orig_mod.0.weight": 1, "module._orig_mod.1.module.bias": 2}
-        >>> dict(clean_state_dict(state))
-        {'0.weight': 1, '1.bias': 2}
-    """
-    wrappers = _find_wrappers(state_dict)
-    cleaned: OrderedDict[str, Any] = OrderedDict()
-    for key, value in state_dict.items():
-        cleaned[strip(key, wrappers)] = value
-    versions = module_versions(state_dict)
-    if versions:
-        by_path = {strip(path, wrappers): version for path, version in versions.items()}
-        set_module_versions(cleaned, by_path)
-    return cleaned
+# Warnings, once, of what is rarely meant.
 
 
-def _find_wrappers(keys: Iterable[str]) -> set[str]:
-    """Find the paths of modules that look like the only child of a wrapper: "actor.module"."""
-    children: dict[str, set[str]] = {}
-    for key in keys:
-        parent = ""
-        for name in key.split("."):
-            child = join_path(parent, name)
-            children.setdefault(parent, set()).add(child)
-            parent = child
-    wrappers = set()
-    for siblings in children.values():
-        if len(siblings) > 1:
-            continue
-        (child,) = siblings
-        name = child.rpartition(".")[2]
-        if name in ("module", "_orig_mod") and child in children:
-            wrappers.add(child)
-    return wrappers
+@functools.cache
+def _warn_of_idle_gpus() -> None:
+    """Name torchrun where one process sees several GPUs and has named none."""
+    gpus = count_accelerators()
+    if gpus > 1 and not (current_job.has_job() and current_job.asked_options().device):
+        hint = "One process uses one of %d GPUs; torchrun --nproc_per_node=%d uses them all. To use one, name it: %s."
+        _log.warning(hint, gpus, gpus, "setup(device='cuda:0')")
+
+
+@functools.cache
+def _warn_of_unshared_loader() -> None:
+    """Name the dataset of a loader, wherever the script keeps it, that shuffles it as a whole on every rank."""
+    if current_job.get_data_parallel_rank() != 0 or current_job.get_data_parallel_world_size() == 1:
+        return
+    for loader in gc.get_objects():  # the variables of a frame would stay alive once they were looked at
+        if type(loader) is DataLoader:
+            made = vars(loader)  # not all of it, if that raised
+            sampler = getattr(made.get("batch_sampler"), "sampler", made.get("sampler"))
+            if type(sampler) is RandomSampler:
+                warnings.warn(
+                    f"A DataLoader shuffles all of its {type(sampler.data_source).__name__} on every rank, so each "
+                    "rank trains on all samples. Divide them with ddpkit.make_loader() or a DistributedSampler. If the "
+                    "dataset is this rank's share already, ignore this: "
+                    "warnings.filterwarnings('ignore', 'A DataLoader shuffles').",
+                    stacklevel=2,
+                )
+                return

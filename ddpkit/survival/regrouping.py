@@ -6,18 +6,17 @@ The first that answers leads: it waits for the others, and tells them the member
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
-import socket
 import threading
 import time
 import uuid
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import get_type_hints
 
 import torch.distributed as dist
@@ -49,15 +48,17 @@ class Candidate:
         member: Its number: its rank at the start of the job.
         regroupings: Number of decisions it has received.
         steps: Number of its committed steps.
-        is_whole: Whether its states are those of that step, not of the middle of the next.
+        is_consistent: Whether its states are those of that step, not of the middle of the next.
         address: Address of its store, as exchanged at the start: that of another process with its number differs.
+        answer: Key where it waits for the quorum.
     """
 
     member: int
     regroupings: int
     steps: int
-    is_whole: bool
+    is_consistent: bool
     address: Address
+    answer: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,6 @@ class Quorum:
         leader: The member that decided, and hosts the store in which they meet.
         steps: Number of committed steps to resume from.
         source: A member with the states of that step.
-        behind: Members without them.
         refusal: Reason why nobody continues; "" if the members do.
     """
 
@@ -79,12 +79,11 @@ class Quorum:
     leader: int
     steps: int
     source: int
-    behind: list[int]
     refusal: str = ""
 
 
 _CANDIDATE = get_type_hints(Candidate)
-_QUORUM = {**get_type_hints(Quorum), "members": [int], "behind": [int]}
+_QUORUM = {**get_type_hints(Quorum), "members": [int]}
 
 
 def decide(leader: int, candidates: Collection[Candidate], unknown: Collection[int], least: int) -> Quorum:
@@ -97,7 +96,7 @@ def decide(leader: int, candidates: Collection[Candidate], unknown: Collection[i
         least: Smallest number of members.
     """
     members = sorted(candidate.member for candidate in candidates)
-    whole = [candidate for candidate in candidates if candidate.is_whole]
+    whole = [candidate for candidate in candidates if candidate.is_consistent]
     steps = max((candidate.steps for candidate in whole), default=0)
     able = sorted(candidate.member for candidate in whole if candidate.steps == steps)
     refusal = ""
@@ -107,9 +106,8 @@ def decide(leader: int, candidates: Collection[Candidate], unknown: Collection[i
         refusal = f"{len(members)} ranks remain, but min_ranks is {least}"
     elif not _may_speak_for_all(members, unknown):
         refusal = f"members {sorted(unknown)} cannot be reached, and may continue without this rank"
-    behind = [member for member in members if member not in able]
     number = 1 + max(candidate.regroupings for candidate in candidates)
-    return Quorum(number, members, leader, steps, able[0] if able else -1, behind, refusal)
+    return Quorum(number, members, leader, steps, able[0] if able else -1, refusal)
 
 
 def _may_speak_for_all(members: Sequence[int], unknown: Collection[int]) -> bool:
@@ -130,11 +128,13 @@ class Rendezvous:
 
     Attributes:
         addresses: Addresses of the members' stores.
+        secret: As given.
     """
 
     def __init__(self, member: int, host: str, patience: float, secret: bytes) -> None:
         self.member = member
-        self._secret = secret
+        self.secret = secret
+        self._regroupings = 0
         self._patience = patience
         self._heartbeat = _Heartbeat(patience)
         self._noted = 0  # absences before the others last worked with this member
@@ -155,7 +155,7 @@ class Rendezvous:
         rendezvous.addresses = {rank: (host, port) for rank, (host, port) in enumerate(found)}
         return rendezvous
 
-    def is_together(self) -> None:
+    def record_contact(self) -> None:
         """Record that the others have worked with this member since the last record."""
         self._excused, self._noted = self._noted, self._heartbeat.absences()
 
@@ -175,7 +175,7 @@ class Rendezvous:
         def ask(member: int) -> None:
             found[member] = probe(*self.addresses[member])
 
-        threads = [threading.Thread(target=functools.partial(ask, member), daemon=True) for member in members]
+        threads = [threading.Thread(target=partial(ask, member), daemon=True) for member in members]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -183,12 +183,13 @@ class Rendezvous:
         return found
 
     def regroup(
-        self, me: Candidate, members: Collection[int], least: int, gone: Collection[int]
+        self, steps: int, is_consistent: bool, members: Collection[int], least: int, gone: Collection[int]
     ) -> tuple[Quorum, dist.Store]:
         """Agree on who continues.
 
         Args:
-            me: This rank's request.
+            steps: Number of this rank's committed steps.
+            is_consistent: Whether its states are those of that step.
             members: The members before the loss.
             least: Smallest number of members.
             gone: Members that announced that they do not continue.
@@ -199,6 +200,7 @@ class Rendezvous:
         Raises:
             LaunchError: If nobody continues, or the others continue without this rank.
         """
+        me = Candidate(self.member, self._regroupings, steps, is_consistent, self.address)
         candidates = set(members) - set(gone)
         while True:
             answers = self._ask(candidates - {self.member}) | {self.member: True}
@@ -229,15 +231,11 @@ class Rendezvous:
                 return last, store  # it was made without this rank
         answer = f"answer/{uuid.uuid4().hex}"
         key = _candidate_key(self.member)
-        store.set(key, sealed(self._secret, [place, key], {**asdict(me), "answer": answer}))
+        store.set(key, sealed(self.secret, [place, key], asdict(replace(me, answer=answer))))
         pause = Pause()
-        next_probe = 0.0
-        while not store.check([answer]):
+        while not store.check([answer]):  # which raises when the leader ends
             if time.monotonic() > deadline:
                 raise TimeoutError(f"member {leader} does not decide")
-            if time.monotonic() > next_probe:
-                self._check(leader)
-                next_probe = time.monotonic() + _BETWEEN_PROBES
             pause()
         quorum = self._read_quorum(place, store, answer)
         store.delete_key(answer)
@@ -251,20 +249,19 @@ class Rendezvous:
         """Wait for the members that are alive, and tell them who continues."""
         deadline = time.monotonic() + self._patience
         candidates = {self.member: me}
-        answers: dict[int, str] = {}
+        others = set(members) - {self.member}
         ended = set(gone)
         next_probe = 0.0
         pause = Pause()
         while True:
-            for member in set(members) - {self.member}:
+            for member in others:
                 arrived = self._read_candidate(member)
                 if arrived is not None:
-                    candidates[member], answers[member] = arrived
+                    candidates[member] = arrived
             if time.monotonic() >= next_probe:
-                others = (set(members) | candidates.keys()) - ended - {self.member}
-                ended |= {member for member, answer in self._ask(others).items() if answer is False}
+                ended |= {member for member, answer in self._ask(others - ended).items() if answer is False}
                 next_probe = time.monotonic() + _BETWEEN_PROBES
-            absent = set(members) - candidates.keys() - ended
+            absent = others - candidates.keys() - ended
             if not absent or time.monotonic() > deadline:
                 break
             pause()
@@ -273,12 +270,14 @@ class Rendezvous:
         unknown = absent | (ended if was_away else set())  # they may have continued, and ended normally
         quorum = decide(self.member, present, unknown, least)
         self._write_quorum(quorum, _DECIDED)
-        for member, answer in answers.items():
+        del candidates[self.member]
+        for member, candidate in candidates.items():
             self._store.delete_key(_candidate_key(member))
-            self._write_quorum(quorum, answer)
-        self._answered.update(answers.values())
+            self._write_quorum(quorum, candidate.answer)
+        answers = [candidate.answer for candidate in candidates.values()]
+        self._answered.update(answers)
         if quorum.refusal:  # this process ends with it
-            self._wait_for_readers(list(answers.values()))
+            self._wait_for_readers(answers)
         return quorum
 
     def _wait_for_readers(self, answers: list[str]) -> None:
@@ -286,29 +285,27 @@ class Rendezvous:
         while time.monotonic() < deadline and any(self._store.check([answer]) for answer in answers):
             time.sleep(0.01)
 
-    def _read_candidate(self, member: int) -> tuple[Candidate, str] | None:
-        """Return the request under this number, and where it waits for an answer; delete foreign writes."""
+    def _read_candidate(self, member: int) -> Candidate | None:
+        """Return the request under this number; delete foreign writes."""
         key = _candidate_key(member)
         if not self._store.check([key]):
             return None
         try:
-            found = opened(self._secret, [self.address, key], self._store.get(key), key, {**_CANDIDATE, "answer": str})
-            host, port = found.pop("address")
-            answer = found.pop("answer")
-            candidate = Candidate(**found, address=(host, port))
-            is_member = candidate.member == member and candidate.address == self.addresses[member]
-            if is_member and answer not in self._answered:  # else a replay
-                return candidate, answer
+            place = [self.address, key]
+            candidate = Candidate(**opened(self.secret, place, self._store.get(key), key, _CANDIDATE))
+            is_member = candidate.member == member and tuple(candidate.address) == self.addresses[member]
+            if is_member and candidate.answer not in self._answered:  # else a replay
+                return candidate
         except LaunchError:
             log.warning("a process without this job's secret asks to join as rank %d", member)
         self._store.delete_key(key)
         return None
 
     def _write_quorum(self, quorum: Quorum, key: str) -> None:
-        self._store.set(key, sealed(self._secret, [self.address, key], asdict(quorum)))
+        self._store.set(key, sealed(self.secret, [self.address, key], asdict(quorum)))
 
     def _read_quorum(self, place: Address, store: dist.Store, key: str) -> Quorum:
-        return Quorum(**opened(self._secret, [place, key], store.get(key), key, _QUORUM))
+        return Quorum(**opened(self.secret, [place, key], store.get(key), key, _QUORUM))
 
     def _accept(self, quorum: Quorum) -> Quorum:
         """Adopt a quorum with this process in it; raise `LaunchError` otherwise."""
@@ -316,6 +313,7 @@ class Rendezvous:
             raise LaunchError(f"The remaining ranks cannot continue: {quorum.refusal}.")
         if self.member not in quorum.members:
             raise LaunchError("The other ranks have continued without this one, which they considered lost.")
+        self._regroupings = quorum.regrouping
         return quorum
 
 
@@ -332,15 +330,12 @@ def host_store(host: str, port: int | None = None) -> dist.TCPStore:
         store = host_on(host)
     else:
         store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
-    _inherited().update(sockets.sockets_on(store.port) | sockets.sockets_to(store.port))
+    _inherited.update(sockets.sockets_on(store.port) | sockets.sockets_to(store.port))
     return store
 
 
-@functools.cache
-def _inherited() -> set[int]:
-    everywhere: set[int] = set()
-    os.register_at_fork(after_in_child=lambda: sockets.close(everywhere))
-    return everywhere
+_inherited: set[int] = set()
+os.register_at_fork(after_in_child=lambda: sockets.close(_inherited))
 
 
 class _Heartbeat(threading.Thread):
@@ -391,14 +386,15 @@ class Refusals(threading.Thread):
 
     def __init__(self, master: str, size: int, is_here: bool, store: dist.Store | None) -> None:
         super().__init__(name="ddpkit refusals", daemon=True)
-        self._master = master
+        host, _, port = master.rpartition(":")
+        self._address = host, int(port)
         self._is_here = is_here
         self._store = store
         message = (
             f"The job at {master} lost some of its {size} ranks and went on without them; nobody can take their place. "
             "To train on all ranks again, stop that job, let it save a checkpoint, and start all ranks anew."
         )
-        self._reason = Failure(-1, socket.gethostname(), JobContinues.__name__, message, "")
+        self._reason = Failure.of(-1, JobContinues(message))
         self._over = threading.Event()
         self.start()
 
@@ -411,14 +407,15 @@ class Refusals(threading.Thread):
             self._over.wait(_BETWEEN_CALLS)
 
     def _has_refused_all(self) -> bool:
-        host, _, port = self._master.rpartition(":")
-        if self._store is None and is_listening(host, int(port)):
-            _refuse_start(connect_to_store(host, int(port), _ANSWERING), self._reason)
+        if self._store is None and is_listening(*self._address):
+            latest = Generation.latest(connect_to_store(*self._address, _ANSWERING))
+            if latest is not None and not latest.is_complete():  # a complete start is that of another job
+                latest.give_up(self._reason)
             return False
-        if self._store is None and self._is_here:
-            self._store = host_store(host, int(port))
         if self._store is None:
-            return False
+            if not self._is_here:
+                return False
+            self._store = host_store(*self._address)
         Generation.refuse(self._store, self._reason)
         return True
 
@@ -427,10 +424,3 @@ class Refusals(threading.Thread):
         self._over.set()
         self.join()
         self._store = None
-
-
-def _refuse_start(store: dist.Store, reason: Failure) -> None:
-    """Refuse a start hosted by a new rank 0, unless it is complete: then it is another job."""
-    latest = Generation.latest(store)
-    if latest is not None and not latest.is_complete():
-        latest.give_up(reason)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..checkpoint.files import check_saveable, from_bytes, to_bytes
-from ..checkpoint.states import find_stand_ins, take_out, tensors_of
+from ..checkpoint.states import find_placeholders, take_out, tensors_of
 from ..collectives.consistency import raise_everywhere
 from ..collectives.differences import explain_sharded
 from ..collectives.transfer import broadcast_bytes, broadcast_tensor
 from ..collectives.tree import flat_bytes, is_dense
+from ..data.loader import Loader
 from ..data.seeds import get_rng_state, set_rng_state
 from ..errors import LaunchError
 from ..job import current_job, lifecycle
@@ -30,26 +31,19 @@ _MOST_TIMES = 16  # largest ratio of another rank's bytes to this one's: its opt
 _MOST_BESIDES = 64 << 20  # bytes in addition
 
 
-class Resumable(Protocol):
-    """A loader that can report and restore its position."""
-
-    def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
-    def load_state_dict(self, state: Any) -> None: ...  # noqa: D102
-
-
 class KeptStates:
     """The states of the last complete step: those that steps change by reference, the others as copies."""
 
     def __init__(self, states: tuple[Any, ...]) -> None:
         self.steps = 0
-        self.is_whole = True
+        self.is_consistent = True
         self._states = [unwrap_model(state) if isinstance(state, nn.Module) else state for state in states]
-        self._modules = [state for state in self._states if isinstance(state, nn.Module)]
+        self._model = nn.ModuleList([state for state in self._states if isinstance(state, nn.Module)])
         self._small = [state for state in self._states if not isinstance(state, nn.Module | Optimizer)]
-        self._loaders: list[Resumable] = []
+        self._loaders: list[Loader] = []
         self._positions: list[dict[str, Any]] = []
         optimizers = _optimizers_in(states)
-        if not optimizers and any(p.requires_grad for module in self._modules for p in module.parameters()):
+        if not optimizers and any(p.requires_grad for p in self._model.parameters()):
             raise TypeError("survive() needs an optimizer of torch.optim, to know when a step begins.")
         check_saveable({type(state).__name__: state.state_dict() for state in self._states})
         self._handles = [optimizer.register_step_pre_hook(self._begin_step) for optimizer in optimizers]
@@ -57,7 +51,7 @@ class KeptStates:
 
     def _begin_step(self, *_: Any) -> None:
         current_job.hold_failures(True)
-        self.is_whole = False
+        self.is_consistent = False
 
     def commit(self) -> None:
         """Take the current states for those of a complete step."""
@@ -65,45 +59,36 @@ class KeptStates:
         self._positions = [loader.state_dict() for loader in self._loaders]
         self._copy()
         self.steps += 1
-        self.is_whole = True
+        self.is_consistent = True
         current_job.hold_failures(False)
 
     def _copy(self) -> None:
         """Copy what may change before a step begins: in a forward, or by a scaler that skips the step."""
-        self._buffers = [buffer.clone() for buffer in self._live_buffers()]
+        self._buffers = [buffer.clone() for buffer in self._model.buffers()]
         self._copies = [copy.deepcopy(state.state_dict()) for state in self._small]
         self._random = get_rng_state()
 
-    def _live_buffers(self) -> list[Tensor]:
-        return [buffer for module in self._modules for buffer in module.buffers()]
-
-    def begin(self) -> None:
-        """Begin an attempt, which creates new loaders."""
-        self._loaders = []
-
-    def add_loader(self, loader: Resumable) -> None:
+    def add_loader(self, loader: Loader) -> None:
         """Record a loader's position; restore that of the loader with the same index before it."""
         number = len(self._loaders)
-        position = loader.state_dict()
-        if "batches" in position:  # it counts batches of a number of ranks
+        if "batches" in loader.state_dict():  # it counts batches of a number of ranks
             raise TypeError(
                 "After a failure the loader must resume on fewer ranks, but it cannot do so inside an "
                 "epoch: survive() needs a training loader, over a dataset with a length, with one of "
                 "ddpkit's samplers."
             )
         if number < len(self._positions):
-            position = self._positions[number]
-            loader.load_state_dict(position)
+            loader.load_state_dict(self._positions[number])
         self._loaders.append(loader)
 
     @torch.no_grad()
-    def put_back(self, quorum: Quorum, member: int) -> None:
+    def restore(self, quorum: Quorum, member: int) -> None:
         """Give the quorum the states of the step that it resumes from. Collective."""
-        for module in self._modules:
-            module.zero_grad(set_to_none=True)
-        release_models(self._modules)
-        if member not in quorum.behind:
-            for buffer, kept in zip(self._live_buffers(), self._buffers, strict=True):
+        self._loaders = []  # the next attempt makes new ones
+        self._model.zero_grad(set_to_none=True)
+        release_models(list(self._model))
+        if self.is_consistent and self.steps == quorum.steps:
+            for buffer, kept in zip(self._model.buffers(), self._buffers, strict=True):
                 buffer.copy_(kept)
             for state, saved in zip(self._small, self._copies, strict=True):
                 state.load_state_dict(copy.deepcopy(saved))
@@ -112,13 +97,13 @@ class KeptStates:
         states, positions = share_data(mine, quorum.members.index(quorum.source))
         if member == quorum.source:
             return
-        self.is_whole = False
+        self.is_consistent = False
         for state, saved in zip(self._states, states, strict=True):
             state.load_state_dict(saved)
         self._positions = positions
         self._copy()
         self.steps = quorum.steps
-        self.is_whole = True
+        self.is_consistent = True
 
     def close(self) -> None:
         """Remove the optimizer hooks."""
@@ -135,7 +120,7 @@ def release_models(models: list[nn.Module]) -> None:
 
 
 def share_data(mine: Any, src: int) -> Any:
-    """Give every rank the numbers, texts and tensors of rank `src`: there themselves, elsewhere copies. Collective.
+    """Give every rank the numbers, texts and tensors of rank `src`: there themselves, elsewhere CPU copies. Collective.
 
     Unlike `broadcast()` it unpickles nothing: data are read by the rules of `torch.load(weights_only=True)`.
 
@@ -143,7 +128,7 @@ def share_data(mine: Any, src: int) -> Any:
         mine: This rank's value, which bounds the size of `src`'s.
         src: The source rank.
     """
-    if not lifecycle.joined():
+    if lifecycle.enter_collective() is None:
         return mine
     tensors: dict[str, Tensor] = {}
     data = b""
@@ -155,23 +140,20 @@ def share_data(mine: Any, src: int) -> Any:
             problem = explain_sharded(_CALL, list(own.items()))
             if problem:
                 raise TypeError(problem)
-            described = take_out("states", mine, tensors, _is_dense_tensor)
-            on_cpu = [tensor.device.type == "cpu" for tensor in tensors.values()]
-            data = to_bytes([described, on_cpu])
+            data = to_bytes(take_out("states", mine, tensors, _is_dense_tensor))
             from_bytes(data)  # as the others will
     data = broadcast_bytes(_CALL, data, src, most=most)
     if is_source:
         for tensor in tensors.values():
             broadcast_tensor(flat_bytes(tensor), src)
         return mine
-    given, on_cpu = from_bytes(data)
-    stand_ins = list(find_stand_ins("states", given).values())
-    size = sum(tensor.nbytes for tensor in stand_ins)
+    given = from_bytes(data)
+    placeholders = list(find_placeholders("states", given).values())
+    size = sum(tensor.nbytes for tensor in placeholders)
     if size > most:
         raise LaunchError(f"Rank {src} sends states of {size} bytes, but this job's have at most {most}.")
-    for tensor, is_on_cpu in zip(stand_ins, on_cpu, strict=True):
-        device = torch.device("cpu") if is_on_cpu else current_job.get_device()
-        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    for tensor in placeholders:
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         received = broadcast_tensor(flat_bytes(empty), src).view(tensor.dtype).reshape(tensor.shape)
         torch.utils.swap_tensors(tensor, received)  # type: ignore[no-untyped-call]
     return given
@@ -183,6 +165,5 @@ def _is_dense_tensor(value: Any) -> bool:
 
 def _optimizers_in(states: tuple[Any, ...]) -> list[Optimizer]:
     """List torch's optimizers among some states, and those held by other states as `.optimizer`."""
-    found = [state for state in states if isinstance(state, Optimizer)]
-    found += [held for state in states if isinstance(held := getattr(state, "optimizer", None), Optimizer)]
-    return list({id(optimizer): optimizer for optimizer in found}.values())
+    held = [getattr(state, "optimizer", None) for state in states]
+    return list(dict.fromkeys(each for each in (*states, *held) if isinstance(each, Optimizer)))

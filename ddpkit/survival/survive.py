@@ -18,6 +18,7 @@ from ..arguments import as_integer, check_timeout
 from ..collectives.consistency import control_device, reduce_in_place
 from ..collectives.sync import barrier
 from ..collectives.transfer import broadcast_bytes
+from ..data.loader import Loader
 from ..errors import DdpkitError, LaunchError, PeerError
 from ..job import current_job, lifecycle
 from ..job.job import ChooseDevice, Context, Options
@@ -26,9 +27,9 @@ from ..join.causes import lost_peer_of
 from ..join.store import call_with_timeout
 from ..launch import ranks
 from ..watch import stop_agreement
-from ..watch.main_thread import undisturbed
-from .regrouping import Candidate, Quorum, Refusals, Rendezvous
-from .states import KeptStates, Resumable
+from ..watch.main_thread import no_interrupt
+from .regrouping import Quorum, Refusals, Rendezvous
+from .states import KeptStates
 
 log = logging.getLogger(__name__)
 _ANSWERING = 1.0  # seconds in which a reachable store answers
@@ -37,7 +38,7 @@ _GRACE = 60.0  # seconds from the loss of a rank to the end of an attempt: loade
 _UNSURE = ("lost", "silent", "left", "orphaned")  # the rank raised no error and may continue
 
 
-T = TypeVar("T", bound=Resumable)
+T = TypeVar("T", bound=Loader)
 
 
 def survive(
@@ -149,9 +150,8 @@ class Attempt:
         """Number of committed steps, over all attempts."""
         return self._survivors.kept.steps
 
-    @undisturbed
+    @no_interrupt
     def __enter__(self) -> Context:
-        self._survivors.kept.begin()
         current_job.hold_failures(False, grace=_GRACE)
         return self._survivors.context
 
@@ -171,7 +171,7 @@ class Attempt:
         """Mark a step as complete, on every rank, after the optimizer and all other states have changed."""
         self._survivors.commit()
 
-    @undisturbed
+    @no_interrupt
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         self.has_ended = True
         late = self._finish() if error is None else None
@@ -210,19 +210,16 @@ class _Survivors:
 
     context: Context
     _asked: Options
-    _secret: bytes  # the job's secret; it is in no store
     _master: str | None  # where the job started, as "host:port"
 
     def __init__(self, kept: KeptStates, least: int, patience: timedelta) -> None:
         self.kept = kept
         self._least = least
         self._patience = patience.total_seconds()
-        self._regroupings = 0
         self._rendezvous: Rendezvous | None = None
         self._refusals: Refusals | None = None
         self._store: dist.Store | None = None  # where the job started, if this process hosts it
         self._members: list[int] = []
-        self._size = 1  # number of members at the start
         self._resumed_at: int | None = None  # the step of the last resume without a missing member
 
     def begin(self, context: Context) -> None:
@@ -233,12 +230,12 @@ class _Survivors:
             raise DdpkitError("survive() creates the process group, again for each attempt: do not create one before.")
         self.context = context
         self._asked = current_job.asked_options()
-        self._size = context.world_size
-        self._members = list(range(self._size))
-        if lifecycle.joined():
+        self._members = list(range(context.world_size))
+        session = lifecycle.enter_collective()
+        if session is not None:
             drawn = os.urandom(32) if context.rank == 0 else b""
-            self._secret = broadcast_bytes("survive()", drawn, 0)
-            self._rendezvous = Rendezvous.of_job(current_job.current_session(), self._patience, self._secret)
+            secret = broadcast_bytes("survive()", drawn, 0)
+            self._rendezvous = Rendezvous.of_job(session, self._patience, secret)
             self._master = context.master
             self._store = hosted_store(context.master)
             current_job.hold_failures(True)  # until an attempt is entered
@@ -247,14 +244,14 @@ class _Survivors:
         """Keep the current states."""
         self.kept.commit()
         if self._rendezvous is not None:
-            self._rendezvous.is_together()
+            self._rendezvous.record_contact()
 
     def go_on(self, lost: RuntimeError) -> None:
         """Join the remaining members, until none is lost meanwhile, and synchronise the states."""
         assert self._rendezvous is not None
         begun = time.monotonic()
         stop = stop_agreement.current()
-        request = stop.request if stop.decision is None else stop.decision.request
+        request = stop.decision or stop.request
         if current_job.has_unfinished():
             log.warning("a checkpoint of save(wait=False) may be incomplete: save it again")
         members = self._members
@@ -262,7 +259,8 @@ class _Survivors:
         tried: list[int] = []  # failed; a second try is right if one of them is stopped
         while True:
             lifecycle.leave_to_rejoin()
-            quorum, store = self._rendezvous.regroup(self._candidate(), members, self._least, gone)
+            kept = self.kept
+            quorum, store = self._rendezvous.regroup(kept.steps, kept.is_consistent, members, self._least, gone)
             self._check_progress(quorum, lost)
             try:
                 self._join(quorum, store)
@@ -276,7 +274,7 @@ class _Survivors:
             stop_agreement.ask(request)
         if quorum.leader == self._rendezvous.member:
             took = time.monotonic() - begun
-            who = f"{len(self._members)} of {self._size} ranks"
+            who = f"{len(self._members)} of {len(self._rendezvous.addresses)} ranks"
             former = ", ".join(map(str, quorum.members))
             news = f"{who} resume from step {quorum.steps}, after {took:.1f} s (original ranks {former})"
             log.warning("%s: %s", news, str(lost).partition("\n")[0])
@@ -290,15 +288,9 @@ class _Survivors:
         else:
             self._resumed_at = quorum.steps
 
-    def _candidate(self) -> Candidate:
-        assert self._rendezvous is not None
-        rendezvous, kept = self._rendezvous, self.kept
-        return Candidate(rendezvous.member, self._regroupings, kept.steps, kept.is_whole, rendezvous.address)
-
     def _join(self, quorum: Quorum, store: dist.Store) -> None:
         """Join the quorum in a part of the leader's store, and take the states from one of its members."""
         assert self._rendezvous is not None
-        self._regroupings = quorum.regrouping
         store = dist.PrefixStore(f"job {quorum.regrouping}", store)
         rendezvous = self._rendezvous
         members = quorum.members
@@ -324,8 +316,8 @@ class _Survivors:
                 call_with_timeout(lambda: store.set(_GIVEN_UP, ""), _ANSWERING)
             raise
         is_joining = False
-        check_members(self._secret, f"{quorum.regrouping}")
-        self.kept.put_back(quorum, rendezvous.member)
+        check_members(rendezvous.secret, f"{quorum.regrouping}")
+        self.kept.restore(quorum, rendezvous.member)
         current_job.hold_failures(True)  # until the next attempt is entered
         self._refuse_late_processes(rendezvous, members)
 
@@ -334,11 +326,11 @@ class _Survivors:
 
         They come to where the job started. It is for the first member on that host, else for the first of all.
         """
-        hosts = {member: host for member, (host, _) in rendezvous.addresses.items()}
-        there = [member for member in members if hosts[member] == hosts[0]]
+        addresses = rendezvous.addresses
+        there = [member for member in members if addresses[member][0] == addresses[0][0]]
         refuses = (there or members)[0] == rendezvous.member
         if refuses and self._refusals is None and self._master is not None:
-            self._refusals = Refusals(self._master, self._size, bool(there), self._store)
+            self._refusals = Refusals(self._master, len(addresses), bool(there), self._store)
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave the job; after an error tell the others, and that this rank does not continue."""
@@ -363,7 +355,7 @@ def check_members(secret: bytes, occasion: str) -> None:
     Raises:
         LaunchError: If one does not: another program changed the addresses in the store while the ranks joined.
     """
-    if not lifecycle.joined():
+    if lifecycle.enter_collective() is None:
         return
     challenges = _gather(os.urandom(16))
     expected = []

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
-import socket
 import sys
+import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import dropwhile
 from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 
-from ..errors import PeerError
-from ..spawning.rank_process import dump_call, first_cause, open_reply
-from .merging import merge, merge_late
+from ..spawning import dump_call, first_cause, lost, open_reply
 from .pool import Answer, Pools
 from .rank import RunOptions, RunTest, Task, Warned
 
@@ -62,53 +62,48 @@ def call_on_ranks(
     fresh: bool,
 ) -> list[Any]:
     """Call a function on the ranks of this run; see `on_ranks`."""
-    # joining is slow on a busy machine
-    patience = max(timeout, float(config.getini("ranks_timeout")))
-    task = Task(dump_call("on_ranks", fn, args), join, patience, os.getcwd(), sys.path)
-    answers = _pools_of(config).run(nprocs, task, timeout, fresh)
+    answers = _run(config, dump_call("on_ranks", fn, args), nprocs, timeout, join, fresh)
+    errors: list[tuple[int, BaseException]] = []
+    results = []
+    late = ""
     for answer in answers:
-        if answer.done is not None:
-            sys.stdout.write(answer.done.output)
-    return _results(answers, timeout)
-
-
-def _results(answers: list[Answer], timeout: float) -> list[Any]:
-    """Return the ranks' results, or raise the error of the first that failed."""
-    outcomes = [(answer.rank, *_outcome(answer)) for answer in answers if not answer.stack]
-    errors = [(rank, error) for rank, error, _ in outcomes if error is not None]
+        sys.stdout.write(answer.output)
+        if answer.stack:
+            late += f"\nrank {answer.rank}:\n{answer.stack}"
+            continue
+        error, result = open_reply(answer.rank, answer.reply or lost(answer.rank, answer.problem))
+        results.append(result)
+        if error is not None:
+            errors.append((answer.rank, error))
     if errors:
         raise first_cause(errors)
-    late = [f"rank {answer.rank}:\n{answer.stack}" for answer in answers if answer.stack]
     if late:
-        stacks = "\n".join(late)
-        raise TimeoutError(f"on_ranks() ended after {timeout:g} s; not finished:\n{stacks}")
-    return [result for _, _, result in outcomes]
+        raise TimeoutError(f"on_ranks() ended after {timeout:g} s; not finished:{late}")
+    return results
 
 
-def _outcome(answer: Answer) -> tuple[BaseException | None, Any]:
-    """Return the error of a rank, or None and its result."""
-    host = socket.gethostname()
-    done = answer.done
-    if done is None:
-        return PeerError(answer.rank, host, "lost", answer.problem), None
-    if isinstance(done.value, str):
-        rank = answer.rank if done.heard_of is None else done.heard_of
-        return PeerError(rank, host, "lost", "could not start", done.value), None
-    return open_reply(answer.rank, done.value)
-
-
-def _pools_of(config: pytest.Config) -> Pools:
-    """Return the ranks of this run; the first test that needs ranks starts them."""
+def _run(
+    config: pytest.Config, work: RunTest | bytes, world_size: int, timeout: float, join: bool, fresh: bool
+) -> list[Answer]:
+    """Run a test or a call on the ranks of this run; the first one that needs ranks starts them."""
     state = config.__dict__
     if "_ddpkit_pool" not in state:
-
-        def report_late(by_rank: list[list[Any]]) -> None:
-            for report in merge_late(config, by_rank):
-                _log_late(config, report)
-
-        state["_ddpkit_pool"] = Pools(_run_options(config), report_late)
+        state["_ddpkit_pool"] = Pools(_run_options(config), partial(_report_late, config))
     pools: Pools = state["_ddpkit_pool"]
-    return pools
+    # one group serves all tests but the longest; joining is slow on a busy machine
+    patience = max(timeout, float(config.getini("ranks_timeout")))
+    task = Task(work, join, patience, os.getcwd(), sys.path)
+    return pools.run(world_size, task, timeout, fresh)
+
+
+def _report_late(config: pytest.Config, by_rank: list[list[Any]]) -> None:
+    """Report each failure in fixtures' teardown, sent by ranks after a test, as one."""
+    ranks = [_read(config, sent) for sent in by_rank]
+    for nodeid in dict.fromkeys(report.nodeid for reports in ranks for report in reports):
+        of_test = [[report for report in reports if report.nodeid == nodeid] for reports in ranks]
+        report = _merge_phase(_of_phase("teardown", of_test), of_test)
+        if not _is_echo(report):
+            _log_late(config, report)
 
 
 def _log_late(config: pytest.Config, report: pytest.TestReport) -> None:
@@ -131,21 +126,13 @@ def _reports(item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.Tes
     config = item.config
     marker: Any = item.get_closest_marker("ranks")
     usual = float(config.getini("ranks_timeout"))
-    limit = float(marker.kwargs.get("timeout", usual))
+    options = {"timeout": usual, "join": True, "fresh": False, **marker.kwargs}
     name = re.sub(r"\W", "_", item.name)[:30]
     folder = _temporary(config).mktemp(f"{name}-ranks")
-    fresh = marker.kwargs.get("fresh", False)
-    following = None if fresh else _next_on_these_ranks(item, nextitem)
-    task = Task(
-        RunTest(item.path, item.nodeid, folder, following),
-        join=marker.kwargs.get("join", True),
-        # one group serves all tests but the longest; joining is slow on a busy machine
-        timeout=max(limit, usual),
-        folder=os.getcwd(),
-        path=sys.path,
-    )
-    answers = _pools_of(config).run(_world_size(item), task, limit, fresh)
-    _record_warnings(item, answers)
+    following = None if options["fresh"] else _next_on_these_ranks(item, nextitem)
+    test = RunTest(item.path, item.nodeid, folder, following)
+    answers = _run(config, test, _world_size(item), **options)
+    _show_warnings(item, answers)
     return merge(item, answers)
 
 
@@ -165,14 +152,18 @@ def _world_size(item: pytest.Item) -> int:
     return params.get("world_size", 0)
 
 
-def _record_warnings(item: pytest.Item, answers: list[Answer]) -> None:
+def _show_warnings(item: pytest.Item, answers: list[Answer]) -> None:
     """Pass the ranks' warnings to pytest, once if several ranks have the same."""
     counts: Counter[Warned] = Counter()
     for answer in answers:
         counts |= Counter(answer.warnings)
     for warned in counts.elements():
-        record = {"warning_message": _warning(warned), "nodeid": item.nodeid}
-        record |= {"when": "runtest", "location": None}
+        record = {
+            "warning_message": _warning(warned),
+            "nodeid": item.nodeid,
+            "when": "runtest",
+            "location": None,
+        }
         item.ihook.pytest_warning_recorded.call_historic(kwargs=record)
 
 
@@ -195,34 +186,32 @@ def _run_options(config: pytest.Config) -> RunOptions:
         for name, value in vars(config.option).items()
         if name not in _NOT_FOR_RANKS and not name.startswith("cov") and _can_be_sent(value)
     }
+    streams = config.__dict__["_ddpkit_streams"]
     return RunOptions(
         list(_arguments(config)),
         options,
         basetemp=str(_temporary(config).getbasetemp() / "rank"),
-        streams=[_sendable(stream) for stream in config.__dict__["_ddpkit_streams"]],
+        # multiprocessing passes connections on
+        streams=[None if stream is None else Connection(os.dup(stream)) for stream in streams],
         coverage=_coverage_settings(),
     )
-
-
-def _sendable(stream: int | None) -> Connection | None:
-    """Wrap a descriptor so that multiprocessing passes it on."""
-    return None if stream is None else Connection(os.dup(stream))
 
 
 def _arguments(config: pytest.Config) -> Iterator[str]:
     """Return the command line of a rank's pytest."""
     option = config.option
     yield from ("--rootdir", str(config.rootpath), "-o", "addopts=", "-p", "no:terminal")
-    for setting in config.known_args_namespace.pythonwarnings or ():
-        yield from ("-W", setting)
-    # a rank has imported ddpkit before its pytest
-    yield from ("-W", "ignore::pytest.PytestAssertRewriteWarning")
     if config.inipath is not None:
         yield from ("-c", str(config.inipath))
-    for setting in option.override_ini or ():
-        yield from ("-o", setting)
-    for plugin in option.plugins or ():
-        yield from ("-p", plugin)
+    several = {
+        # a rank has imported ddpkit before its pytest
+        "-W": [*(config.known_args_namespace.pythonwarnings or ()), "ignore::pytest.PytestAssertRewriteWarning"],
+        "-o": option.override_ini or (),
+        "-p": option.plugins or (),
+    }
+    for flag, values in several.items():
+        for value in values:
+            yield from (flag, value)
     yield f"--capture={option.capture}"
     yield f"--assert={option.assertmode}"
     yield f"--import-mode={option.importmode}"
@@ -231,21 +220,184 @@ def _arguments(config: pytest.Config) -> Iterator[str]:
 
 
 def _can_be_sent(value: Any) -> bool:
-    simple = (str, int, float, bool, type(None))
-    if isinstance(value, (list, tuple, set)):
-        return all(isinstance(entry, simple) for entry in value)
-    return isinstance(value, simple)
+    values = value if isinstance(value, (list, tuple, set)) else [value]
+    return all(isinstance(each, (str, int, float, bool, type(None))) for each in values)
 
 
 def _coverage_settings() -> dict[str, Any] | None:
     """Return how coverage is measured in this process, so that the ranks do the same."""
     coverage = sys.modules.get("coverage")
-    if coverage is None:
-        return None
-    running = coverage.Coverage.current()
-    if running is None:
+    running = coverage and coverage.Coverage.current()
+    if not running:
         return None
     settings = {name: running.get_option(f"run:{name}") for name in _COVERAGE_SETTINGS}
     settings["data_file"] = os.path.abspath(running.get_option("run:data_file"))
     settings["config_file"] = next(iter(running.config.config_files_read), False)
     return settings
+
+
+# Merge the reports of several ranks: the first failure in full, one line for each other rank.
+
+_PHASES = ("setup", "call", "teardown")
+Reports = list[pytest.TestReport]  # of one rank, in order
+ByRank = dict[int, pytest.TestReport]  # of the same phase
+
+
+def merge(item: pytest.Item, answers: list[Answer]) -> Reports:
+    """Report a test as one, from its outcomes on all ranks."""
+    ranks = [_reports_of(item, answer, len(answers)) for answer in answers]
+    _move_echoes(ranks)
+    merged: Reports = []
+    for phase in _PHASES:
+        reports = _of_phase(phase, ranks)
+        failed_before = any(map(_has_failed, merged))
+        # the calls of ranks whose fixtures did not fail
+        if not reports or (failed_before and phase == "call"):
+            continue
+        report = _merge_phase(reports, ranks)
+        if failed_before and report.failed and _is_echo(report):
+            report.outcome = "passed"
+            report.longrepr = None
+        merged.append(report)
+    return merged
+
+
+def _read(config: pytest.Config, sent: list[Any]) -> Reports:
+    read = config.hook.pytest_report_from_serializable
+    return [read(config=config, data=data) for data in sent]
+
+
+def _reports_of(item: pytest.Item, answer: Answer, world_size: int) -> Reports:
+    """Read the reports of one rank; create one if it hung, died or could not begin, or a peer's failure ended it."""
+    reports = _read(item.config, answer.reports)
+    failure = answer.reply and answer.reply.failure
+    if answer.problem:
+        text = f"Rank {answer.rank} of {world_size} {answer.problem}."
+        if answer.stack:
+            text += f"\nIt was here:\n{answer.stack}"
+        is_ending = len(reports) > 1 or any(map(_has_failed, reports))
+        reports.append(_failure(item, "teardown" if is_ending else "call", text, ddpkit_lost=True))
+    elif failure:
+        reports.append(_failure(item, "setup", failure.traceback, ddpkit_echo=failure.rank != answer.rank))
+    return reports
+
+
+def _has_failed(report: pytest.TestReport) -> bool:
+    """Return whether a phase failed, as expected or not."""
+    return report.failed or hasattr(report, "wasxfail")
+
+
+def _is_echo(report: pytest.TestReport) -> bool:
+    """Return whether the report only repeats the failure of another rank."""
+    return bool(getattr(report, "ddpkit_echo", False))
+
+
+def _move_echoes(ranks: list[Reports]) -> None:
+    """Move an echo to the phase of the failure that it repeats: its own rank may have been in an earlier one."""
+    failed = [report for reports in ranks for report in reports if _has_failed(report)]
+    causes = [report.when for report in failed if not _is_echo(report)]
+    if not causes:
+        return
+    first = min(causes, key=_PHASES.index)
+    for report in failed:
+        if _is_echo(report) and _PHASES.index(report.when) < _PHASES.index(first):
+            report.when = first
+
+
+def _of_phase(phase: str, ranks: list[Reports]) -> ByRank:
+    """Find each rank's report of a phase."""
+    found: ByRank = {}
+    for rank, reports in enumerate(ranks):
+        for report in reports:
+            if report.when == phase:
+                found[rank] = report
+    return found
+
+
+def _merge_phase(alike: ByRank, ranks: list[Reports]) -> pytest.TestReport:
+    """Choose the most important of several ranks' reports of one phase, and add the others' outcomes.
+
+    Args:
+        alike: The reports.
+        ranks: The reports that describe the ranks not shown.
+    """
+    chosen = min(alike, key=lambda rank: _importance(alike[rank]))
+    report = alike[chosen]
+    report.duration = max(other.duration for other in alike.values())
+    report.sections = _sections(alike.items(), len(ranks))
+    properties = [entry for other in alike.values() for entry in other.user_properties]
+    report.user_properties = list({repr(entry): entry for entry in properties}.values())
+    disagreement = _disagreement(alike) if report.skipped else ""
+    if disagreement:
+        report.outcome = "failed"
+        report.longrepr = disagreement
+    if report.failed and len(ranks) > 1:
+        others = [rank for rank in range(len(ranks)) if rank != chosen]
+        lines = [f"rank {rank}: {_describe(ranks[rank])}" for rank in others]
+        _add_section(report, f"That was rank {chosen} of {len(ranks)}", "\n".join(lines))
+    return report
+
+
+def _importance(report: pytest.TestReport) -> tuple[int, float]:
+    """Return the sort key of a report: the smallest is shown."""
+    if report.skipped and hasattr(report, "wasxfail"):
+        order = 1
+    elif report.failed and report.longreprtext.startswith("[XPASS(strict)]"):
+        order = 3
+    elif report.failed:
+        order = 2 if _is_echo(report) else 0  # an echo of an expected failure is expected, too
+    else:
+        order = 4 if report.skipped else 5
+    return order, getattr(report, "ddpkit_time", math.inf)
+
+
+def _disagreement(alike: ByRank) -> str:
+    """Describe a skip that only some ranks made; "" if there is none."""
+    skipped = [rank for rank, report in alike.items() if report.skipped and not hasattr(report, "wasxfail")]
+    if 0 < len(skipped) < len(alike):
+        return f"Rank {skipped[0]} skipped the test, other ranks did not. Skip it on all ranks or on none."
+    return ""
+
+
+def _sections(
+    reports: Iterable[tuple[int, pytest.TestReport]],
+    world_size: int,
+) -> list[tuple[str, str]]:
+    """Collect the output of reports by rank, with the rank in its title if there are several."""
+    found = []
+    for rank, report in reports:
+        mark = f" (rank {rank})" if world_size > 1 else ""
+        found += [(f"{title}{mark}", text) for title, text in report.sections]
+    return found
+
+
+def _describe(reports: Reports) -> str:
+    """Describe the outcome on one rank: on one line, but for a rank that hung or died."""
+    if not reports:
+        return "nothing"
+    bad = next((report for report in reports if not report.passed), None)
+    if bad is None:
+        return "passed"
+    crash = getattr(bad.longrepr, "reprcrash", None)
+    text = bad.longreprtext
+    if crash is not None:
+        text = f"{crash.path}:{crash.lineno}: {crash.message}"
+    if not hasattr(bad, "ddpkit_lost"):
+        text = text.strip().splitlines()[0]
+    return f"{bad.outcome}: {text}"
+
+
+def _add_section(report: pytest.TestReport, title: str, text: str) -> None:
+    add = getattr(report.longrepr, "addsection", None)
+    if add is not None:
+        add(title, text, "-")
+    else:
+        report.longrepr = f"{report.longreprtext}\n--- {title} ---\n{text}"
+
+
+def _failure(item: pytest.Item, phase: Any, text: str, **extra: Any) -> pytest.TestReport:
+    """Create the report of a failed phase from a text."""
+    now = time.time()
+    keywords: dict[str, Any] = dict.fromkeys(item.keywords, 1)
+    place = (item.nodeid, item.location, keywords)
+    return pytest.TestReport(*place, "failed", text, phase, start=now, stop=now, **extra)

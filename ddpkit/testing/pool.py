@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ..join.store import host_on
-from ..spawning.rank_process import RankProcess, describe_exit, rank_environment, wait_for_messages
-from .rank import Done, Leftovers, RunOptions, Task, Warned, main
+from ..spawning import RankProcess, Reply, rank_environment, wait_for_messages
+from .rank import RunOptions, Task, Warned, main
 
 PRELOADED = ["ddpkit.testing.rank", "torch._dynamo"]  # DDP imports the second
 _STARTING = 300.0  # seconds to start, join and import the test, even on a busy machine
@@ -31,29 +31,31 @@ class Answer:
 
     Attributes:
         rank: The rank.
-        done: The rank's own message; None if it did not finish.
+        began: Whether the test's own code runs.
+        failed: Whether it failed, hung or died; None while this is not known.
+        reply: Outcome of a call; of a test only if it did not begin.
+        output: Printed output of a call; a test's reports contain theirs.
         problem: Reason why it did not finish, or "".
         stack: Its stack at the time-out.
+        joined: Whether the rank is still in the group that it was given.
+        leftovers: Reasons not to use the process again, as phrases; None until the rank has cleaned up.
         reports: Its reports of the test, serialised by pytest.
+        late_reports: Reports of tests that were already reported.
         warnings: The warnings of the test.
     """
 
     rank: int
-    done: Done | None = None
+    began: bool = False
+    failed: bool | None = None
+    reply: Reply | None = None
+    output: str = ""
     problem: str = ""
     stack: str = ""
+    joined: bool = False
+    leftovers: tuple[str, ...] | None = None
     reports: list[Any] = field(default_factory=list)
+    late_reports: list[Any] = field(default_factory=list)
     warnings: list[Warned] = field(default_factory=list)
-
-    @property
-    def is_known(self) -> bool:
-        """Return whether this rank has finished, or never will."""
-        return self.done is not None or bool(self.problem)
-
-    @property
-    def failed(self) -> bool:
-        """Return whether this rank failed, hung or died."""
-        return self.done is None or self.done.failed
 
 
 class Pools:
@@ -123,10 +125,10 @@ class _Pool:
         self._mark = uuid.uuid4().hex
         self._store = host_on("127.0.0.1")
         self._group_timeout: float | None = None  # of the ranks' current group
-        self._ranks: list[_WarmRank] = []
-        for rank in range(world_size):
-            env = self._environment(rank, world_size)
-            self._ranks.append(_WarmRank(rank, env, options))
+        self._ranks = [
+            _WarmRank(rank, self._environment(rank, world_size), PRELOADED, main, options, rank)
+            for rank in range(world_size)
+        ]
 
     def run(self, task: Task, timeout: float) -> list[Answer]:
         """Run a task on all ranks; `timeout` in seconds, from when all have begun."""
@@ -147,10 +149,7 @@ class _Pool:
     def is_clean(self) -> bool:
         """Return whether every rank has cleaned up after its last task and is reusable."""
         deadline = time.monotonic() + _SETTLING
-        while True:
-            waiting = [rank for rank in self._ranks if rank.leftovers is None]
-            if not waiting:
-                break
+        while waiting := [rank for rank in self._ranks if rank.answer.leftovers is None]:
             ready = wait_for_messages(waiting, deadline)
             if not ready:
                 return False
@@ -158,17 +157,14 @@ class _Pool:
                 rank.receive()
         for rank in wait_for_messages(self._ranks, time.monotonic()):
             rank.receive()  # its death since
-        leftovers = [rank.leftovers for rank in self._ranks if rank.leftovers]
-        joined = {each.joined for each in leftovers}
+        joined = {rank.answer.joined for rank in self._ranks}
         if joined != {True}:
             self._group_timeout = None
-        return len(joined) == 1 and not any(each.traces for each in leftovers)
+        return len(joined) == 1 and not any(rank.answer.leftovers for rank in self._ranks)
 
     def end(self) -> None:
         """Ask the ranks to finalise their fixtures and to end; kill those that do not."""
         for rank in self._ranks:
-            if rank.answer.done is None:
-                rank.process.kill()
             rank.send(None)
         deadline = time.monotonic() + _LEAVING
         for rank in self._ranks:
@@ -180,9 +176,9 @@ class _Pool:
 
     def take_late_reports(self) -> list[list[Any]]:
         """Return reports of tests that were already reported, by rank, each once."""
-        taken = [rank.late_reports for rank in self._ranks]
+        taken = [rank.answer.late_reports for rank in self._ranks]
         for rank in self._ranks:
-            rank.late_reports = []
+            rank.answer.late_reports = []
         return taken
 
     def kill(self) -> None:
@@ -202,17 +198,14 @@ class _Pool:
         """Wait until each rank has answered, died, or reached the time-out."""
         deadline = time.monotonic() + _STARTING
         began = False
-        while True:
-            waiting = [rank for rank in self._ranks if not rank.answer.is_known]
-            if not waiting:
-                return
+        while waiting := [rank for rank in self._ranks if rank.answer.failed is None]:
             ready = wait_for_messages(waiting, deadline)
             for rank in ready:
                 rank.receive()
-            if not began and all(rank.began or rank.answer.is_known for rank in self._ranks):
+            if not began and all(rank.answer.began or rank.answer.failed is not None for rank in self._ranks):
                 began = True
                 deadline = time.monotonic() + timeout
-            if any(rank.answer.is_known and rank.answer.failed for rank in ready):
+            if any(rank.answer.failed for rank in ready):
                 deadline = min(deadline, time.monotonic() + _AFTER_FAILURE)
             if not ready and time.monotonic() >= deadline:
                 problem = f"did not start within {_STARTING:g} s"
@@ -227,18 +220,10 @@ class _WarmRank(RankProcess):
 
     Attributes:
         answer: Outcome of the current task, as far as known.
-        began: Whether the test's own code runs.
-        leftovers: The state after the task, None until this rank has cleaned up.
-        late_reports: Reports of tests that were already reported.
     """
 
-    def __init__(self, rank: int, env: dict[str, str], options: RunOptions) -> None:
-        super().__init__(rank, env, PRELOADED, main, options, rank)
-        self.process.name = f"warm rank {rank}"
-        self.answer = Answer(rank)
-        self.began = False
-        self.leftovers: Leftovers | None = None
-        self.late_reports: list[Any] = []
+    label = "warm rank"
+    answer: Answer
 
     def send(self, message: object) -> None:
         """Send a message; the death of a rank is noticed when it should answer."""
@@ -248,37 +233,30 @@ class _WarmRank(RankProcess):
     def begin(self, task: Task, env: dict[str, str]) -> None:
         """Send a task, and its environment variables."""
         self.answer = Answer(self.rank)
-        self.began = False
-        self.leftovers = None
         self.send((task, env))
 
     def receive(self) -> bool:
         """Receive one message from the rank, or its death; return whether there was a message."""
         message = self.next_message()
+        answer = self.answer
         if message is None:
-            self.leftovers = Leftovers(False, ["its death"])
-            if not self.answer.is_known:
-                self.answer.problem = describe_exit(self.process).replace("killed", "was killed")
+            answer.leftovers = ("its death",)
+            if answer.failed is None:
+                answer.failed = True
+                answer.problem = self.wait_for_exit().replace("killed", "was killed")
             return False
-        kind, value = message
-        if kind == "report":
-            self.answer.reports.append(value)
-        elif kind == "late report":
-            self.late_reports.append(value)
-        elif kind == "warning":
-            self.answer.warnings.append(value)
-        elif kind == "began":
-            self.began = True
-        elif kind == "done":
-            self.answer.done = value
-        elif kind == "leftovers":
-            self.leftovers = value
+        name, value = message
+        if isinstance(getattr(answer, name), list):
+            getattr(answer, name).append(value)
+        else:
+            setattr(answer, name, value)
         return True
 
     def give_up(self, problem: str) -> None:
         """End a rank that has not finished, and record its stack."""
         self.answer.stack = _stack_of_test(self.read_stack())
         self.answer.problem = problem
+        self.answer.failed = True
         self.process.kill()
 
 

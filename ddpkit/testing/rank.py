@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import logging
+import multiprocessing
 import os
-import queue
+import random
+import signal
 import sys
 import threading
 import time
@@ -17,19 +20,21 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from ..errors import DdpkitError, PeerError
 from ..job import current_job, lifecycle
-from ..signals import put_back_unused
-from ..spawning.rank_process import call_and_reply, replace_environment
-from ..watch import stop_agreement, thread
-from . import cleaning
+from ..launch.process_tree import child_processes
+from ..spawning import call_and_reply, lost, replace_environment
+from ..stop import put_back_unused
+from ..torch_internals import groups
+from ..watch import main_thread, stop_agreement, thread
 
-# The messages between the test process and its ranks. A rank sends pairs: the kind of the message, and
-# the message.
+# The messages between the test process and its ranks. A rank sends pairs: the name of a field of `pool.Answer`,
+# and its value, or an entry of its list.
 
 
 class RunOptions(NamedTuple):
@@ -94,34 +99,6 @@ class Warned(NamedTuple):
     lineno: int
 
 
-class Done(NamedTuple):
-    """The task has ended.
-
-    Attributes:
-        failed: Whether this rank's part of it failed.
-        value: Result of a call, None for a test; a text if it did not begin.
-        output: Printed output of a call; a test's reports contain theirs.
-        heard_of: The other rank that failed and so ended this one's part; `value` is then a text.
-    """
-
-    failed: bool
-    value: Any
-    output: str = ""
-    heard_of: int | None = None
-
-
-class Leftovers(NamedTuple):
-    """The state of a rank after a task and all resets.
-
-    Attributes:
-        joined: Whether the rank is still in the group that it was given.
-        traces: Reasons not to use this process again, as phrases.
-    """
-
-    joined: bool
-    traces: list[str]
-
-
 def main(connection: Connection, options: RunOptions, rank: int) -> None:
     """Run as a rank until the test process ends it, or is gone."""
     os.environ.pop("PYTEST_ADDOPTS", None)
@@ -166,7 +143,6 @@ class RankPlugin:
         self._connection = connection
         self._options = options
         self._rank = rank
-        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._store_port: str | None = None  # of the store of the current group
         self._group: object = None
         self._session: Any = None
@@ -204,7 +180,6 @@ class RankPlugin:
         warnings.showwarning = self._show_warning
         self._arguments = [*sys.argv]
         self._threads = torch.get_num_threads()
-        threading.Thread(target=self._listen, name="ddpkit testing", daemon=True).start()
         group_is_whole = False
         try:
             group_is_whole = self._run_tasks()
@@ -220,21 +195,19 @@ class RankPlugin:
 
     def _run_tasks(self) -> bool:
         """Run tasks; return true if the ranks are still as they were before the last one."""
-        before: cleaning.Traces | None = None
-        unharmed = True
+        before: Traces | None = None
+        is_intact = True
         while True:
             message = self._wait()
             if message is None:
-                return unharmed
-            unharmed = False
+                return is_intact
+            is_intact = False
             if message != "clean up":
                 before = self._run(*message)
                 if before is None:
                     lifecycle.teardown()  # the process will not be used again
             elif before is not None:  # all ranks have done it
-                leftovers = self._leftovers(before)
-                unharmed = not leftovers.traces
-                self._send("leftovers", leftovers)
+                is_intact = self._clean_up(before)
 
     def _wait(self) -> Any:
         """Wait for the test process, without log records about waiting ranks.
@@ -246,25 +219,27 @@ class RankPlugin:
         logger = thread.log
         logger.disabled = True
         try:
-            return self._inbox.get()
+            return self._connection.recv()
+        except (EOFError, OSError):  # the test process has gone
+            os._exit(1)
         finally:
             logger.disabled = False
 
-    def _run(self, task: Task, env: dict[str, str]) -> cleaning.Traces | None:
+    def _run(self, task: Task, env: dict[str, str]) -> Traces | None:
         """Run a task and send its outcome; return the state before it, None if it failed."""
         try:
             self._prepare(task, env)
-            before = cleaning.traces()
-            done = self._do(task)
+            before = traces()
+            failed = self._do(task)
         except PeerError as error:  # between the parts of the test that would report it
             # sent while it is being handled, so that it is not raised again
-            self._send("done", Done(True, f"PeerError: {error}", heard_of=error.rank))
+            self._send("failed", self._cannot_begin(error.rank, f"PeerError: {error}"))
             return None
         except Exception:  # it cannot join, for example
-            self._send("done", Done(True, traceback.format_exc()))
+            self._send("failed", self._cannot_begin(self._rank, traceback.format_exc()))
             return None
-        self._send("done", done)
-        return None if done.failed else before
+        self._send("failed", failed)
+        return None if failed else before
 
     def _prepare(self, task: Task, env: dict[str, str]) -> None:
         """Set the task's environment, and join or leave the group as it requires."""
@@ -274,7 +249,7 @@ class RankPlugin:
         port = os.environ["MASTER_PORT"] if task.join else None
         if self._store_port != port:
             self._leave()
-        cleaning.reset(self._arguments, self._threads)
+        reset(self._arguments, self._threads)
         if task.join and self._store_port is None:
             lifecycle.setup(timeout=timedelta(seconds=task.timeout))
             self._store_port = port
@@ -284,52 +259,54 @@ class RankPlugin:
         lifecycle.teardown()
         self._store_port = None
 
-    def _do(self, task: Task) -> Done:
+    def _do(self, task: Task) -> bool:
+        """Run a test or a call, and send its outcome; return whether it failed."""
         if isinstance(task.work, RunTest):
             return self._run_test(task.work)
         capture = self._session.config.pluginmanager.getplugin("capturemanager")
         capture.resume_global_capture()
         reply = call_and_reply(task.work, self._begin, may_exit=False)
         capture.suspend_global_capture()
-        output = "".join(capture.read_global_capture())
-        return Done(reply.failed, reply, output)
+        self._send("output", "".join(capture.read_global_capture()))
+        self._send("reply", reply)
+        return reply.failure is not None
+
+    def _cannot_begin(self, rank: int, text: str) -> bool:
+        """Send why a task did not begin, because this rank or another one failed; return true."""
+        self._send("reply", lost(rank, "could not start", text))
+        return True
 
     def _begin(self) -> None:
         """Record that the test's own code begins; from now on its time counts."""
-        self._send("began", None)
+        self._send("began", True)
 
-    def _leftovers(self, before: cleaning.Traces) -> Leftovers:
-        """Leave the group if the task has or has stopped it, and describe everything left behind."""
+    def _clean_up(self, before: Traces) -> bool:
+        """Leave the group if the task has or has stopped it; send all leftovers, and return true if there are none."""
         joined = self._group is not None and dist.group.WORLD is self._group
         joined = joined and not stop_agreement.current().is_begun
         put_back_unused()  # they stay if the ranks have stopped
-        found = before.changes()
+        leftovers = changes_since(before)
         if joined:
-            found += _try_group()
+            leftovers += _try_group()
         else:
             self._leave()
-        return Leftovers(joined, found)
+        self._send("joined", joined)
+        self._send("leftovers", tuple(leftovers))
+        return not leftovers
 
-    def _send(self, kind: str, message: object) -> None:
-        self._connection.send((kind, message))
-
-    def _listen(self) -> None:
-        try:
-            while True:
-                self._inbox.put(self._connection.recv())
-        except (EOFError, OSError):  # the test process has gone
-            os._exit(1)
+    def _send(self, field: str, value: object) -> None:
+        self._connection.send((field, value))
 
     # One test; its reports are sent at once, because the rank may not finish.
 
-    def _run_test(self, test: RunTest) -> Done:
+    def _run_test(self, test: RunTest) -> bool:
         self._folder = test.folder
         self._any_failed = False
         item = self._collect(test)
         if item is None:
             _raise_failure_of_peer()  # it may have interrupted the import
             not_found = f"{test.nodeid} was not found in {test.path} on the ranks.\n"
-            return Done(True, "".join(self._problems) or not_found)
+            return self._cannot_begin(self._rank, "".join(self._problems) or not_found)
         # fixtures kept for another test than this one
         self._end_fixtures(item, group_is_whole=True)
         self._last = item
@@ -340,7 +317,7 @@ class RankPlugin:
             other_file = _Next.from_parent(self._session, name="next")
             following = self._items.get(test.following, other_file)
         item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
-        return Done(self._any_failed, None)
+        return self._any_failed
 
     def _collect(self, test: RunTest) -> pytest.Item | None:
         """Return a test, collecting its file if necessary; None if it does not exist."""
@@ -368,13 +345,13 @@ class RankPlugin:
             return
         self._failing = None
         report = self._last.ihook.pytest_runtest_makereport(item=self._last, call=ending)
-        self._send_report("late report", report)
+        self._send_report("late_reports", report)
 
-    def _send_report(self, kind: str, report: pytest.TestReport) -> None:
+    def _send_report(self, field: str, report: pytest.TestReport) -> None:
         """Send a report, serialised by pytest."""
         config = self._session.config
         data = config.hook.pytest_report_to_serializable(config=config, report=report)
-        self._send(kind, data)
+        self._send(field, data)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item) -> bool:
@@ -421,7 +398,7 @@ class RankPlugin:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Send the report of a phase."""
         self._any_failed |= report.failed or hasattr(report, "wasxfail")
-        self._send_report("report", report)
+        self._send_report("reports", report)
 
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
         """Send a warning of a test; the test process has collected the files itself."""
@@ -429,7 +406,7 @@ class RankPlugin:
         text = str(warning_message.message)
         place = (warning_message.filename, warning_message.lineno)
         if when == "runtest":
-            self._send("warning", Warned(kind.__module__, kind.__name__, text, *place))
+            self._send("warnings", Warned(kind.__module__, kind.__name__, text, *place))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Store the error that prevents a file from being collected."""
@@ -493,3 +470,65 @@ def _needs_group(error: BaseException) -> bool:
 def _is_partly_own(error: BaseException) -> bool:
     """Return whether several fixtures failed, and one of them not by a peer's failure."""
     return hasattr(error, "exceptions") and not _needs_group(error)
+
+
+# Clean up after a test: reset what can be reset, and report the rest.
+
+Traces = dict[str, Any]  # the state that a test should leave unchanged, by name
+_ENDING = ("a thread", "a child process", "a process group")  # sets and a number, which must not grow
+_ENDING_TIME = 1.0  # seconds for threads and processes to end
+_SEED = 0
+# modules whose signal handlers may stay: ddpkit's while it has joined, and torch's, which a loader with
+# workers sets for good, to notice those that die
+_HANDLERS = {main_thread.__name__, "torch.utils.data._utils.signal_handling"}
+
+
+def reset(arguments: list[str], threads: int) -> None:
+    """Start the next test in the state of the first, with these arguments and threads."""
+    sys.argv[:] = arguments
+    random.seed(_SEED)
+    np.random.seed(_SEED)
+    torch.manual_seed(_SEED)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    # to switch it off imports torch._inductor, which takes a second
+    if torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(False)
+    if not dist.is_initialized():  # else setup() has set them
+        torch.set_num_threads(threads)
+
+
+def changes_since(before: Traces) -> list[str]:
+    """Describe what has been added or changed; threads and processes get a moment to end."""
+    deadline = time.monotonic() + _ENDING_TIME
+    while True:
+        now = traces()
+        added = [name for name in _ENDING if not now[name] <= before[name]]
+        if not added or time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    return added + [name for name in before if name not in _ENDING and now.get(name) != before[name]]
+
+
+def traces() -> Traces:
+    """Read the state that cannot be reset."""
+    multiprocessing.active_children()  # reaps those that have ended
+    found: Traces = {
+        "a thread": {thread.ident for thread in threading.enumerate()},
+        "a child process": {*child_processes()},
+        "a process group": len(groups()),
+        "a signal handler": {number: _handler(number) for number in signal.valid_signals()},
+    }
+    for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+        # parts of torch change its loggers when imported
+        if isinstance(logger, logging.Logger) and not logger.name.startswith("torch"):
+            lists = (*logger.handlers,), (*logger.filters,)
+            values = (logger.level, logger.disabled, logger.propagate, *lists)
+            found[f"settings of the logger {logger.name}"] = values
+    return found
+
+
+def _handler(number: int) -> Any:
+    handler = signal.getsignal(number)
+    return signal.SIG_DFL if getattr(handler, "__module__", None) in _HANDLERS else handler

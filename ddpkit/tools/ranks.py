@@ -33,27 +33,23 @@ import torch.distributed as dist
 from ..join.store import host_on
 from ..launch import environment
 from ..launch.process_tree import child_processes
-from ..spawning.rank_process import replace_environment
+from ..spawning import describe_exit, rank_environment, replace_environment
 from .cli import positive_seconds
 from .recorder import Record, Recorder
+from .where import request_stack
 
 Body = Callable[[Recorder, int], int]  # what a rank does; see `Ranks`
 _STACK_SIGNAL = signal.SIGUSR2
 _SET_PDEATHSIG = 1
 _SET_CHILD_SUBREAPER = 36
-_AS_RANK = ("RANK", "LOCAL_RANK", "ROLE_RANK")
-_AS_WORLD_SIZE = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")
 _OF_ONE_NODE = {
     **dict.fromkeys(("GROUP_RANK", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"), "0"),
     "GROUP_WORLD_SIZE": "1",
     "ROLE_NAME": "default",
-    "MASTER_ADDR": "127.0.0.1",
     "TORCHELASTIC_RUN_ID": "none",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
 _CHUNK = 1 << 16
 _PAUSE = 0.01  # seconds in which more may come: a reader that wakes for each record takes the ranks' cores
-_STACK_WAIT = 3.0  # seconds for a rank to write its stack
 _ENDING = 10.0  # seconds in which killed processes disappear
 
 
@@ -63,7 +59,7 @@ class Rank:
     Attributes:
         number: Its number.
         pid: Of the process.
-        records: What it has told.
+        records: Its records so far.
         ended: How the process ended, None while it runs.
         reader: Of the pipe through which it tells records.
         end: Of the pipe through which it gets its port, and then, when it is closed, learns that it shall end.
@@ -113,7 +109,10 @@ class Rank:
             while data := os.read(self.reader, _CHUNK):
                 self._unread += data
         *lines, self._unread = self._unread.split(b"\n")
-        new = [record for record in map(_parse, lines) if record is not None]
+        new: list[Record] = []
+        for line in lines:
+            with suppress(ValueError):  # it was not written to its end
+                new.append(json.loads(line))
         self.records += new
         return new
 
@@ -125,24 +124,14 @@ class Rank:
         while True:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
-                self.ended = _describe_status(status)
-                return
-            if not wait or time.monotonic() > deadline:
+                self.ended = describe_exit(os.waitstatus_to_exitcode(status)).replace("killed", "was killed")
+            if pid or not wait or time.monotonic() > deadline:
                 return
             time.sleep(0.01)
 
     def read_stack(self) -> str:
-        """Ask for the stack of the main thread."""
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, _STACK_SIGNAL)
-        deadline = time.monotonic() + _STACK_WAIT
-        text = ""
-        while time.monotonic() < deadline:
-            time.sleep(0.05)
-            before, text = text, self._stacks.read_text(errors="replace")
-            if text and text == before:
-                break
-        return text
+        """Request the stack of the main thread."""
+        return request_stack(self.pid, _STACK_SIGNAL, self._stacks)
 
     def tail(self) -> list[str]:
         """Return the last lines of the output."""
@@ -154,15 +143,6 @@ class Rank:
         for end in (os.killpg, os.kill):
             with suppress(ProcessLookupError, PermissionError):
                 end(self.pid, signal.SIGKILL)
-
-
-def _parse(line: bytes) -> Record | None:
-    """Read a record, None from a line that was not written to its end."""
-    try:
-        record: Record = json.loads(line)
-    except ValueError:
-        return None
-    return record
 
 
 def _take_over(env: dict[str, str], output: int) -> None:
@@ -186,12 +166,6 @@ def _prctl(option: int, value: int) -> None:
     """Set an attribute of this process that Linux knows."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
-def _describe_status(status: int) -> str:
-    if os.WIFSIGNALED(status):
-        return f"was killed by {signal.Signals(os.WTERMSIG(status)).name}"
-    return f"exited with code {os.WEXITSTATUS(status)}"
 
 
 def exit_when_terminated() -> None:
@@ -266,7 +240,9 @@ def _environment(rank: int, number: int, device: str) -> dict[str, str]:
         number: Of all ranks.
         device: "cpu" hides the GPUs.
     """
-    env = os.environ | dict.fromkeys(_AS_RANK, str(rank)) | dict.fromkeys(_AS_WORLD_SIZE, str(number)) | _OF_ONE_NODE
+    env = rank_environment(rank, number, port=0) | _OF_ONE_NODE
+    env |= {"ROLE_RANK": env["RANK"], "ROLE_WORLD_SIZE": env["WORLD_SIZE"]}
+    del env["DDPKIT_SPAWN"]
     env.setdefault("OMP_NUM_THREADS", "1")
     if device == "cpu":
         env |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}  # without it, accelerate starts no group

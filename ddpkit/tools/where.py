@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -23,14 +23,13 @@ from ..join.store import connect_to_store, wait_for_listener
 from ..launch import environment
 from ..launch.process_tree import child_processes, environment_of
 from ..parsing import encode
-from ..watch.messages import STACK_SIGNAL, STACKS, Activity, Lines, fold, parse, short_path
+from ..watch.messages import STACK_SIGNAL, STACKS, Activity, fold, parse, short_path
 from .cli import count, positive_seconds, show
 
 _STORE_SECONDS = 5.0  # in which the store must answer
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """What the ranks of a job have answered.
 
     Attributes:
@@ -59,31 +58,25 @@ def ask(address: str, port: int, seconds: float) -> Answer:
     members, claims = _find_members(address, port)
     if members.watch_address is None:
         raise LaunchError("The job runs without the watch, setup(watch=False), so its ranks cannot be asked.")
+    host, number = members.watch_address
     try:
-        connection = connect(*members.watch_address, seconds)
+        connection = connect(host, number, seconds)
     except OSError as error:
-        host, number = members.watch_address
         raise LaunchError(
             f"The watch of rank 0 at {host}:{number} cannot be reached from here: {error}. Ask on the node of rank 0, "
             f"{members.hosts[0]}; if that is here, the process may have ended."
         ) from None
     activities: dict[int, Activity] = {}
-    lines = Lines()
     deadline = time.monotonic() + seconds
-    with connection:
+    with connection, connection.makefile("rb") as lines, suppress(OSError):  # late, or cut
         connection.sendall(encode(token=members.token, asks=True))
-        while len(activities) < members.world_size and time.monotonic() < deadline:
+        for line in lines:
+            message = parse(line, members.world_size)
+            if message is not None and message.activity is not None:
+                activities[message.activity.rank] = message.activity
+            if len(activities) == members.world_size:
+                break
             connection.settimeout(max(0.001, deadline - time.monotonic()))
-            try:
-                data = connection.recv(1 << 16)
-            except OSError:  # late, or cut
-                break
-            if not data:
-                break
-            for line in lines.feed(data):
-                message = parse(line, members.world_size)
-                if message is not None and message.activity is not None:
-                    activities[message.activity.rank] = message.activity
     return Answer(members, claims, list(activities.values()))
 
 
@@ -104,8 +97,7 @@ def _find_members(address: str, port: int) -> tuple[Members, list[Member]]:
 
 # Reading the stacks of processes on this machine, which need not answer: Python writes them at a signal.
 
-_STACK_LENGTH = 1 << 16  # most bytes of a stack
-_STACK_SECONDS = 1.0  # in which a process must write its stack
+_STACK_WAIT = 3.0  # seconds in which a process must write its stack
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _STATES = {"R": "runs", "S": "sleeps", "D": "waits for a device", "T": "is stopped", "t": "is traced"}
 
@@ -120,55 +112,68 @@ class Process(NamedTuple):
     stack: list[str]
 
 
-def look_at(answer: Answer) -> list[Process]:
+def inspect(answer: Answer) -> list[Process]:
     """Read what the silent ranks on this machine are doing, and the loader workers of all ranks here."""
     found: list[Process] = []
     for claim in answer.claims:
-        if claim.host == socket.gethostname():
-            own = [claim.pid] if claim in answer.silent else []
-            for pid in [*own, *child_processes(claim.pid)]:
-                with suppress(OSError):  # it has ended
-                    found += _look_at_process(claim, pid)
+        if claim.host != socket.gethostname():
+            continue
+        own = [claim.pid] if claim in answer.silent else []
+        for pid in [*own, *child_processes(claim.pid)]:
+            with suppress(OSError):  # it has ended
+                found += _inspect_process(claim, pid)
     return found
 
 
-def _look_at_process(claim: Member, pid: int) -> Iterator[Process]:
+def _inspect_process(claim: Member, pid: int) -> Iterator[Process]:
     text = Path(f"/proc/{pid}/status").read_text(errors="replace")
     status = dict(re.findall(r"^(\w+):\s*(\S*)", text, re.MULTILINE))
-    writes = int(status["SigCgt"], 16) >> (STACK_SIGNAL - 1) & 1  # else the signal would kill it
-    fds = Path(f"/proc/{pid}/fd").iterdir() if writes else ()
-    files = [file for file in fds if os.readlink(file).startswith(f"/memfd:{STACKS}")]  # in memory: it never waits
+    state = status["State"]
+    files = []  # in memory: it never waits
+    if int(status["SigCgt"], 16) >> (STACK_SIGNAL - 1) & 1:  # else the signal would kill it
+        fds = Path(f"/proc/{pid}/fd").iterdir()
+        files = [file for file in fds if os.readlink(file).startswith(f"/memfd:{STACKS}")]
+    stack = []
+    if files and state in "RSD":
+        stack = _frames(request_stack(pid, STACK_SIGNAL, files[0]))
     if files or pid == claim.pid:
-        stack = _read_stack(pid, files[0]) if files and status["State"] in "RSD" else []
-        yield Process(claim.rank, pid, pid != claim.pid, _STATES.get(status["State"], "has ended"), stack)
+        yield Process(claim.rank, pid, pid != claim.pid, _STATES.get(state, "has ended"), stack)
 
 
-def _read_stack(pid: int, file: Path) -> list[str]:
-    """Let a process append its stack to a file, and read that."""
+def request_stack(pid: int, number: int, file: Path) -> str:
+    """Let a process append its stack to a file by a signal, and read that; "" if it does not answer."""
     known = file.stat().st_size
-    os.kill(pid, STACK_SIGNAL)
-    deadline = time.monotonic() + _STACK_SECONDS
-    text, before = "", None
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+    deadline = time.monotonic() + _STACK_WAIT
+    text, before = b"", None
     while time.monotonic() < deadline and (not text or text != before):
         time.sleep(0.02)
         before = text
-        with file.open("rb") as stacks:
-            stacks.seek(known)
-            text = stacks.read(_STACK_LENGTH).decode(errors="replace")
+        text = file.read_bytes()[known:]
+    return text.decode(errors="replace")
+
+
+def _frames(text: str) -> list[str]:
+    """List the calls of a stack, the outermost first."""
     frames = [f"{short_path(path)}:{line} {name}" for path, line, name in _FRAME.findall(text)]
-    loop = next((number for number, frame in enumerate(frames) if frame.endswith(" _worker_loop")), len(frames))
-    return frames[loop::-1]  # what is around the loop is that of the rank when it forked the worker
+    for number, frame in enumerate(frames):
+        if frame.endswith(" _worker_loop"):  # what is around it is that of the rank when it forked the worker
+            del frames[number + 1 :]
+            break
+    return frames[::-1]
 
 
 def describe(processes: list[Process]) -> list[str]:
     """Write what processes of this machine are doing: those of one rank with equal stacks once."""
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for rank, pid, is_worker, state, stack in processes:
-        what = "loader workers of " if is_worker else ""
-        alike.setdefault((f"{what}rank {rank}", state, *stack), []).append(str(pid))
+    pids: dict[tuple[str, ...], list[str]] = {}
+    for each in processes:
+        owner = f"loader workers of rank {each.rank}" if each.is_worker else f"rank {each.rank}"
+        pids.setdefault((owner, each.state, *each.stack), []).append(str(each.pid))
     lines = []
-    for (what, state, *stack), pids in alike.items():
-        lines += [f"{what}, pid {', '.join(pids)}: {state}", *(f"    {line}" for line in stack)]
+    for (owner, state, *stack), same in pids.items():
+        lines.append(f"{owner}, pid {', '.join(same)}: {state}")
+        lines += [f"    {line}" for line in stack]
     return lines
 
 
@@ -184,7 +189,7 @@ def jobs_here(processes: Path = Path("/proc")) -> dict[tuple[str, int], str]:
     for folder in sorted(processes.glob("[0-9]*"), key=lambda folder: int(folder.name)):
         with suppress(OSError, LaunchError):  # another user's; ended; hints that contradict each other
             env = environment_of(int(folder.name), processes)
-            if env.get("MASTER_PORT") is None:
+            if "MASTER_PORT" not in env:
                 continue
             launch = detect_launch(env)
             if launch.world_size > 1 and launch.master_addr and launch.master_port:
@@ -220,8 +225,8 @@ def run(args: argparse.Namespace) -> int:
         show(f"{ranks} on {nodes}, at {time.strftime('%H:%M:%S')}, job {address}:{port}")
         processes = {claim.rank: str(claim) for claim in answer.claims}
         lines = fold(answer.activities, answer.members.world_size, processes)
-        show("\n".join([*lines, *describe(look_at(answer))]))
-    return int(len(answer.activities) < answer.members.world_size)
+        show("\n".join([*lines, *describe(inspect(answer))]))
+    return int(bool(answer.silent))
 
 
 def _only_job() -> tuple[str, int]:
@@ -242,7 +247,7 @@ def _only_job() -> tuple[str, int]:
 def _as_json(answer: Answer) -> dict[str, object]:
     ranks = [asdict(each) for each in sorted(answer.activities, key=lambda each: each.rank)]
     silent = [{"rank": each.rank, "host": each.host, "pid": each.pid} for each in answer.silent]
-    processes = [each._asdict() for each in look_at(answer)]
+    processes = [each._asdict() for each in inspect(answer)]
     return {"world_size": answer.members.world_size, "ranks": ranks, "silent": silent, "processes": processes}
 
 

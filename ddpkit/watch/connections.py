@@ -6,18 +6,20 @@ connection without the token in its first line) has little time and memory, and 
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import errno
 import selectors
+import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ..parsing import encode
-from .links import Attempts, children_of, keep_alive, parent_of, segments_received
-from .messages import Lines, Message, parse, shows_token
+from .messages import Lines, Message, children_of, parent_of, parse, shows_token
 
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 _MAX_STRANGERS = 64  # open connections, beyond those of the ranks, that have not sent the token
@@ -45,14 +47,13 @@ class _Connection:
     rank: int | None = None
     since: float = field(default_factory=lambda: time.monotonic())  # read when called: tests replace the clock
     lines: Lines = field(default_factory=Lines)
-    taken: int = 0  # bytes
     unsent: bytearray = field(default_factory=bytearray)
     open: bool = True
     asks: bool = False  # whether it sent the token to ask what the ranks are doing
     exiting: bool = False  # whether its process is exiting, with the exit code still to come
     segments: int = 0  # received until the last check
     silent: int = 0  # checks in a row without data
-    attempts: Attempts = field(default_factory=lambda: Attempts())  # looked up when called: tests replace it
+    probes: Probes = field(default_factory=lambda: Probes())  # looked up when called: tests replace it
 
 
 def _last_events(connection: _Connection) -> list[Event]:
@@ -60,7 +61,7 @@ def _last_events(connection: _Connection) -> list[Event]:
     if connection.rank is None:
         return []
     events = []
-    code = connection.lines.rest()
+    code = connection.lines.rest
     if connection.exiting and len(code) == 1:
         events.append(Event(connection.rank, Message(code=code[0])))
     events.append(Event(connection.rank, None))
@@ -90,17 +91,16 @@ class Connections:
         self._say = say
         self._ranks: dict[int, _Connection] = {}
         self._strangers: dict[_Connection, None] = {}  # the oldest first
-        self._behind: set[_Connection] = set()  # with unsent data
-        self._writing: set[_Connection] = set()  # registered with the selector for writing
+        self._backlogged: set[_Connection] = set()  # with unsent data
         self._lock = threading.Lock()  # guards sending
         self._listener = listener
         self._listens = False
         self._accepted = 0  # connections since the last check
-        self._complained = False  # whether it has logged that none can be accepted
+        self._has_warned = False  # whether it has logged that none can be accepted
         self._next_look = 0.0
         self._leaving = False
-        self._news = b""  # sent to those that connect later
-        self.full = threading.Event()  # set when all children are connected
+        self._announcement = b""  # sent to those that connect later
+        self.is_full = not self._children  # whether all children have connected
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
         self._woken.setblocking(False)
@@ -108,16 +108,13 @@ class Connections:
         self._selector.register(self._woken, _READ)
         if listener is not None:
             listener.setblocking(False)
-            self._listen(True)
-        if not self._children:
-            self.full.set()
 
     def connect(self, sock: socket.socket) -> None:
         """Use this socket as the connection to the parent."""
         sock.setblocking(False)
         connection = _Connection(sock)
         # before any other post
-        connection.unsent += encode(token=self._token, rank=self._rank) + self._news
+        connection.unsent += encode(token=self._token, rank=self._rank) + self._announcement
         self._adopt(connection, parent_of(self._rank))
         self._selector.register(sock, _READ, connection)  # last: the other thread may be polling
         self._send(connection, b"")
@@ -138,12 +135,12 @@ class Connections:
         for rank, connection in list(self._ranks.items()):
             if rank != exclude and (to is None or rank in to):
                 self._send(connection, line)
-        if self._behind:
+        if self._backlogged:
             self.wake()
 
-    def post_news(self, line: bytes, exclude: int | None = None) -> None:
+    def announce(self, line: bytes, exclude: int | None = None) -> None:
         """Send a line to all connected ranks, and to those that connect later."""
-        self._news = line
+        self._announcement = line
         self.post(line, exclude)
 
     def post_up(self, line: bytes) -> None:
@@ -160,21 +157,21 @@ class Connections:
             if stranger.asks:
                 self._send(stranger, line)
 
-    def settle(self, seconds: float) -> None:
+    def flush(self, seconds: float) -> None:
         """Wait, with a time limit, until all posts are sent; another thread must be polling."""
         deadline = time.monotonic() + seconds
-        while self._behind and time.monotonic() < deadline:
+        while self._backlogged and time.monotonic() < deadline:
             time.sleep(0.005)
 
     def wake(self) -> None:
         """End the poll of the other thread."""
-        with contextlib.suppress(OSError):  # full, or closed
+        with suppress(OSError):  # full, or closed
             self._wake.send(b"x")
 
     def poll(self, seconds: float) -> list[Event]:
         """Wait, with a time limit, for data; send what is unsent."""
-        if self._behind or self._writing:
-            self._select_writable()
+        for connection in list(self._backlogged):
+            self._selector.modify(connection.socket, _READ | _WRITE, connection)
         seconds = min(seconds, max(0.0, self._next_look - time.monotonic()))
         events: list[Event] = []
         for key, _ in self._selector.select(seconds):
@@ -184,8 +181,7 @@ class Connections:
                 self._accept()
             else:
                 events += self._serve(key.data)
-        if self._strangers:
-            self._dismiss()
+        self._drop_strangers()
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _LOOK
             self._accepted = 0
@@ -203,19 +199,19 @@ class Connections:
         for rank, connection in list(self._ranks.items()):
             before = connection.segments
             connection.segments = segments_received(connection.socket)
-            if connection.segments != before or not before or connection.attempts.are_answered():
+            if connection.segments != before or not before or connection.probes.are_answered():
                 connection.silent = 0
-                connection.attempts.close()
+                connection.probes.close()
                 continue
             connection.silent += 1
             if connection.silent == _SILENT:
                 self._drop(connection)
                 events.append(Event(rank, None, silent=True))
             elif connection.silent >= _DOUBTFUL:
-                connection.attempts.begin(connection.socket)
+                connection.probes.begin(connection.socket)
         return events
 
-    def part(self, seconds: float) -> Iterator[Event]:
+    def shutdown(self, seconds: float) -> Iterator[Event]:
         """Close in good order: send what is unsent, then read, with a time limit, until the others have closed.
 
         Closing with unread data would discard the last messages on their way to the other side.
@@ -228,7 +224,7 @@ class Connections:
         while self._ranks and time.monotonic() < deadline:
             yield from self.poll(deadline - time.monotonic())
 
-    def give_away(self) -> list[int]:
+    def detach(self) -> list[int]:
         """Close all but the connections to ranks; return the descriptors of these."""
         kept = [connection.socket.detach() for connection in self._ranks.values()]
         self._ranks.clear()
@@ -239,7 +235,7 @@ class Connections:
         """Close this process's ends of all connections."""
         for connection in (*self._ranks.values(), *self._strangers):
             connection.socket.close()
-            connection.attempts.close()
+            connection.probes.close()
         for sock in (self._listener, self._wake, self._woken):
             if sock is not None:
                 sock.close()
@@ -267,19 +263,19 @@ class Connections:
         except OSError as error:
             if error.errno in _OUT_OF_RESOURCES:  # else the connection is gone again
                 self._listen(False)
-                self._complain(error)
+                self._warn_of_limit(error)
             return
         sock.setblocking(False)
         connection = _Connection(sock)
         self._selector.register(sock, _READ, connection)
         self._strangers[connection] = None
 
-    def _complain(self, error: OSError) -> None:
-        if not self._complained:
-            self._complained = True
+    def _warn_of_limit(self, error: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
             self._say(f"The watch cannot accept a connection: {error}. Raise the limit on open files (ulimit -n).")
 
-    def _dismiss(self) -> None:
+    def _drop_strangers(self) -> None:
         """Close the connections of strangers that take too long, or the oldest of too many."""
         late = time.monotonic() - _TOKEN_SECONDS
         while self._strangers:
@@ -293,6 +289,8 @@ class Connections:
     def _serve(self, connection: _Connection) -> list[Event]:
         try:
             self._send(connection, b"")
+            if connection not in self._backlogged:
+                self._selector.modify(connection.socket, _READ, connection)
             return self._read(connection)
         except Exception:
             if connection.rank is not None:
@@ -316,11 +314,10 @@ class Connections:
                 events.append(event)
             if not connection.open:
                 return events
-        connection.taken += len(data)
         if not data:
             self._drop(connection)
             events += _last_events(connection)
-        elif connection.rank is None and connection.taken > _TOKEN_BYTES:
+        elif connection.rank is None and len(connection.lines.rest) > _TOKEN_BYTES:
             self._drop(connection)
         return events
 
@@ -337,43 +334,34 @@ class Connections:
 
     def _admit(self, connection: _Connection, line: bytes) -> Event | None:
         """Read a stranger's first line: it becomes a rank's connection, or is closed."""
-        message = parse(line, self._world_size) if shows_token(line, self._token) else None
-        if message is not None and message.rank is not None:
-            self._admit_rank(connection, message.rank)
+        message = (shows_token(line, self._token) and parse(line, self._world_size)) or Message()
+        if message.rank in self.absent() and not self.is_full:  # else that rank has one
+            self._adopt(connection, message.rank)
+            self._send(connection, self._announcement)
             return None
-        if message is not None and message.asks:
+        if message.asks:
             connection.asks = True
             return Event(None, Message(asks=True))  # everything else in it is ignored
         self._drop(connection)
-        if message is None or message.failure is None:
-            return None
-        if message.failure.rank >= 0:  # only a rank may report a rank's failure
+        if message.failure is None or message.failure.rank >= 0:  # only a rank may report a rank's failure
             return None
         return Event(None, Message(failure=message.failure))
-
-    def _admit_rank(self, connection: _Connection, rank: int) -> None:
-        if rank in self.absent() and not self.full.is_set():
-            self._adopt(connection, rank)
-            self._send(connection, self._news)
-            return
-        self._drop(connection)  # that rank already has one
 
     def _adopt(self, connection: _Connection, rank: int) -> None:
         self._strangers.pop(connection, None)
         connection.rank = rank
         self._ranks[rank] = connection
-        with contextlib.suppress(OSError):  # it may be gone; reading will tell
+        with suppress(OSError):  # it may be gone; reading will tell
             keep_alive(connection.socket)
-        if not self.absent():
-            self.full.set()
+        self.is_full = self.is_full or not self.absent()
 
     def _drop(self, connection: _Connection) -> None:
         with self._lock:
             connection.open = False
-            self._behind.discard(connection)
+            self._backlogged.discard(connection)
             self._selector.unregister(connection.socket)
             connection.socket.close()
-        connection.attempts.close()
+        connection.probes.close()
         self._strangers.pop(connection, None)
         if connection.rank is not None:
             del self._ranks[connection.rank]
@@ -390,20 +378,90 @@ class Connections:
                     sent = connection.socket.send(connection.unsent)
                     del connection.unsent[:sent]
             except BlockingIOError:
-                self._behind.add(connection)
+                self._backlogged.add(connection)
                 return
             except OSError:  # it is gone; reading will tell
                 connection.unsent.clear()
-            self._behind.discard(connection)
+            self._backlogged.discard(connection)
             if self._leaving:
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     connection.socket.shutdown(socket.SHUT_WR)
 
-    def _select_writable(self) -> None:
-        """Register with the selector those connections that have unsent data, and only those."""
-        behind = set(self._behind)
-        for connection in behind ^ self._writing:
-            if connection.open:
-                mask = _READ | _WRITE if connection in behind else _READ
-                self._selector.modify(connection.socket, mask, connection)
-        self._writing = behind
+
+# Single connections.
+
+_SEGMENTS = slice(140, 144)  # where Linux's struct tcp_info has tcpi_segs_in
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Make the kernel probe the other end every second, which `segments_received()` then shows.
+
+    The kernel itself gives up only after an hour; where it does not count segments, after 9 s.
+    """
+    options = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 9000}
+    if segments_received(connection):
+        options = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_USER_TIMEOUT": 3_600_000}
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in options.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def segments_received(connection: socket.socket) -> int:
+    """Return the number of TCP segments received, empty ones included; 0 where the kernel does not count them."""
+    if sys.platform != "linux":
+        return 0
+    with suppress(OSError):  # some sandboxes lack this option
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SEGMENTS.stop)
+        return int.from_bytes(info[_SEGMENTS], sys.byteorder)
+    return 0
+
+
+class Probes:
+    """New connections to the other end of a connection, as probes: its host answers, if only by a refusal."""
+
+    def __init__(self) -> None:
+        self._sockets: list[socket.socket] = []
+
+    def begin(self, connection: socket.socket) -> None:
+        """Start another; of the earlier ones only the last continues."""
+        self.close(but=1)
+        with suppress(OSError):
+            probe = socket.socket(connection.family)
+            self._sockets.append(probe)
+            probe.setblocking(False)
+            probe.connect_ex(connection.getpeername())
+
+    def are_answered(self) -> bool:
+        """Return whether the host answered one."""
+        return any(map(_is_answered, self._sockets))
+
+    def close(self, but: int = 0) -> None:
+        """Abandon all but the last ones."""
+        while len(self._sockets) > but:
+            self._sockets.pop(0).close()
+
+
+def _is_answered(probe: socket.socket) -> bool:
+    if probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNREFUSED:
+        return True
+    with suppress(OSError):
+        probe.getpeername()
+        return True
+    return False
+
+
+def send_exit_code(descriptors: Iterable[int]) -> None:
+    """Make the exit of this process write its exit code, as one byte, to each of these connections.
+
+    Python's exit hooks do not get the exit code, because the `SystemExit` is gone by then; glibc's `on_exit` does.
+    Elsewhere nothing is written. The connections stay open until the process has ended.
+    """
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "on_exit") or signal.getsignal(signal.SIGPIPE) != signal.SIG_IGN:
+        return  # where a broken pipe kills, writing might change how the process ends
+    libc.fdopen.restype = ctypes.c_void_p
+    for descriptor in descriptors:
+        stream = libc.fdopen(descriptor, b"w")
+        if stream:  # void on_exit(void (*f)(int exit_code, void *stream), void *stream), and f is fputc
+            libc.on_exit(libc.fputc, ctypes.c_void_p(stream))

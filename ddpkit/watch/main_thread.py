@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from ..errors import DdpkitError
 from ..join.failures import GRACE
 from ..join.session import Session
-from ..join.sockets import SETTLE
+from ..join.sockets import FLUSH_SECONDS
 
 _NEVER = float("inf")
 _OWN_END = (KeyboardInterrupt, SystemExit)  # a peer's failure would replace it: Ctrl-C and SIGTERM reach all ranks
@@ -34,13 +34,13 @@ _ASYNCIO = os.path.join(_PYTHON, "asyncio", "")  # importing it here would be sl
 _WAITING = tuple(
     os.path.join(_PYTHON, name) for name in ("concurrent", "multiprocessing", "socketserver", "subprocess")
 )
-_undisturbed: set[CodeType] = set()
+_uninterrupted: set[CodeType] = set()
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def undisturbed(function: F) -> F:
+def no_interrupt(function: F) -> F:
     """Prevent failures from being raised in a function and its calls."""
-    _undisturbed.add(function.__code__)
+    _uninterrupted.add(function.__code__)
     return function
 
 
@@ -62,7 +62,7 @@ class MainThread:
         self._first_signal_at = _NEVER  # since a failure was last handled
         self._heard_at = -_NEVER  # when the failure became known
         self._handler_ran_at = -_NEVER
-        self._signal: int | None = None
+        self._signal = 0  # none
         if self._caller is self._thread:
             self._signal = self._take_signal()
 
@@ -98,14 +98,14 @@ class MainThread:
         self._first_signal_at = min(self._first_signal_at, now)
         # out of step with the main thread's own periodic work
         self.next_signal_at = now + _random_below(2 * _PAUSE)
-        if self._signal is not None and self._is_mine():
+        if self._is_mine():
             # the first arrives even if the signal is blocked, the second even if the thread sleeps
             _thread.interrupt_main(self._signal)  # type: ignore[arg-type]
             signal.pthread_kill(self._thread.ident or 0, self._signal)
 
     def ignores_signal(self) -> bool:
         """Return whether the handler has not run, so that the thread is in a call that should have ended."""
-        is_late = time.monotonic() > self._first_signal_at + 2 * SETTLE
+        is_late = time.monotonic() > self._first_signal_at + 2 * FLUSH_SECONDS
         return is_late and self._handler_ran_at < self._first_signal_at
 
     def waits_for_store(self) -> bool:
@@ -120,7 +120,7 @@ class MainThread:
         """Explain why nothing could be raised in the main thread."""
         if self._caller is not self._thread:
             return "did not call setup(), so no error can be raised in it"
-        if self._signal is None:
+        if not self._signal:
             return "has its own handlers for all signals, so no error can be raised in it"
         if not self._is_mine():
             handler = signal.getsignal(self._signal)
@@ -131,26 +131,25 @@ class MainThread:
 
     def close(self) -> None:
         """Release the signal, if it is still ours."""
-        if self._signal is None or not self._is_mine() or threading.current_thread() is not self._thread:
-            return
-        signal.signal(self._signal, signal.SIG_IGN)  # discards a pending one, which would kill
-        signal.signal(self._signal, signal.SIG_DFL)
+        if self._is_mine() and threading.current_thread() is self._thread:
+            signal.signal(self._signal, signal.SIG_IGN)  # discards a pending one, which would kill
+            signal.signal(self._signal, signal.SIG_DFL)
 
-    def _take_signal(self) -> int | None:
+    def _take_signal(self) -> int:
         """Choose an unused signal: a real-time signal, which has no meaning, before one that has."""
         for number in _signals():
             handler = signal.getsignal(number)
             if handler == signal.SIG_DFL or isinstance(getattr(handler, "__self__", None), MainThread):
                 signal.signal(number, self._raise)
                 return number
-        return None
+        return 0
 
     def _is_mine(self) -> bool:
-        return self._signal is not None and signal.getsignal(self._signal) == self._raise
+        return self._signal > 0 and signal.getsignal(self._signal) == self._raise
 
     def _raise(self, signum: int, frame: FrameType | None) -> None:
         failures = self._session.failures
-        if failures.known is None or failures.settled or not self._session.is_own:
+        if failures.known is None or failures.muted or not self._session.is_own:
             return
         self._handler_ran_at = time.monotonic()
         if self.handles_failure():
@@ -223,7 +222,7 @@ def _is_lost_in(frame: FrameType | None) -> bool:
         return True
     while frame is not None:
         code = frame.f_code
-        if code.co_filename == logging.__file__ or code.co_name == "__del__" or code in _undisturbed:
+        if code.co_filename == logging.__file__ or code.co_name == "__del__" or code in _uninterrupted:
             return True
         frame = frame.f_back
     return False

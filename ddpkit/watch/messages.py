@@ -13,21 +13,49 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from inspect import CO_GENERATOR
 from itertools import islice
 from types import CodeType, FrameType
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import torch
 
 from ..errors import printable
-from ..join.failures import FAILURE, Failure
+from ..join.failures import Failure
 from ..parsing import all_printable, encode, fits
-from .links import parent_of
-from .stop_agreement import REQUEST, StopDecision, StopRequest
+
+if TYPE_CHECKING:
+    from ..join.session import Session
+
+# The tree along which ranks report failures: rank 0 at the top, at most 64 connections per rank.
+
+CHILDREN = 63  # most children of a rank
+
+
+def parent_of(rank: int) -> int:
+    """Return the rank above this one, which is not rank 0."""
+    return (rank - 1) // CHILDREN
+
+
+def children_of(rank: int, world_size: int) -> range:
+    """Return the ranks below this one that connect to it.
+
+    >>> children_of(0, world_size=65), children_of(1, world_size=65), children_of(2, world_size=65)
+    (range(1, 64), range(64, 65), range(65, 65))
+    """
+    first = rank * CHILDREN + 1
+    return range(min(first, world_size), min(first + CHILDREN, world_size))
+
+
+def is_below(rank: int, top: int) -> bool:
+    """Return whether a rank's path to rank 0 leads through another, or is that rank."""
+    while rank > top:
+        rank = parent_of(rank)
+    return rank == top
+
 
 # What each rank is doing: its stack, the time since its last progress, and the report on all ranks.
 
@@ -37,10 +65,11 @@ _LIBRARIES = tuple(path + os.sep for path in (_PACKAGE, os.path.dirname(torch.__
 # torch's frames around the relevant ones
 _WRAPPERS = {"wrapper", "decorate_context", "_fn", "_call_impl", "_wrapped_call_impl", "inner"}
 _MOST_FRAMES = 60  # innermost frames of a stack in a report
-PAUSE = 600.0  # seconds before the next report
+ANSWERS = 1.0  # seconds in which the ranks answer what they are doing
+_PAUSE = 600.0  # seconds before the next report
 _LASTING = 15.0  # seconds after which a rank is not merely about to leave a wait
 _MOST_CALLS = 8  # ranks in an error
-_MOST_TOLD = 5  # numbers that describe the script's progress
+_MOST_NUMBERS = 5  # numbers that describe the script's progress
 _LONGEST = 300  # characters of a text in a report
 
 
@@ -55,8 +84,10 @@ class Activity:
         call: Its current function: the library function that the script called, or the script's own.
         place: The script's line.
         seconds: Time since the script got a batch from a loader, or entered a ddpkit collective.
-        told: Progress of the script as far as known: epoch and batch of the loader that it reads.
+        progress: Epoch and batch of the loader that the script reads, as far as known.
         waits: The wait of ddpkit's for all ranks that it is in; "" if it is in none.
+        waited: Time since the start of that wait.
+        asked: Time since it asked the question to which the answer was that ranks are missing.
         stack: Its calls, the outermost first, as "file:line function".
     """
 
@@ -66,8 +97,10 @@ class Activity:
     call: str
     place: str
     seconds: float
-    told: dict[str, int]
+    progress: dict[str, int]
     waits: str
+    waited: float
+    asked: float
     stack: tuple[str, ...]
 
     @property
@@ -78,11 +111,11 @@ class Activity:
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Activity:
-        """Create it from fields of the form `ACTIVITY`, and shorten their texts."""
+        """Create it from its fields, and shorten their texts."""
         texts = {name: _short(fields[name]) for name in ("host", "call", "place", "waits")}
         stack = tuple(map(_short, fields["stack"][-_MOST_FRAMES:]))
-        told = {_short(name): number for name, number in islice(fields["told"].items(), _MOST_TOLD)}
-        return cls(**(fields | texts | {"stack": stack, "told": told}))
+        progress = {_short(name): number for name, number in islice(fields["progress"].items(), _MOST_NUMBERS)}
+        return cls(**(fields | texts | {"stack": stack, "progress": progress}))
 
 
 STACKS = "ddpkit-stacks"
@@ -109,37 +142,48 @@ def readable_stacks() -> Iterator[None]:
             os.close(file)
 
 
-ACTIVITY = get_type_hints(Activity)  # the form of its JSON
-
-
-def describe_main_thread(rank: int, told: dict[str, int], waits: str, seconds: float) -> Activity:
+def describe_main_thread(session: Session) -> Activity:
     """Describe the main thread's position, from another thread, and the script's reported progress."""
+    now = time.monotonic()
+    waits, since, asked = session.waits or ("", now, now)
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    name, place, stack = _describe(frame)
-    return Activity(rank, socket.gethostname(), os.getpid(), name, place, seconds, told, waits, stack)
+    call, place, stack = _describe(frame)
+    found = {
+        "rank": session.rank,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "call": call,
+        "place": place,
+        "seconds": now - session.acted_at,
+        "progress": session.progress,
+        "waits": waits,
+        "waited": now - since,
+        "asked": max(0.0, now - asked),
+        "stack": stack,
+    }
+    return Activity.from_fields(found)
 
 
-def _describe(frame: FrameType | None) -> tuple[str, str, tuple[str, ...]]:
+def _describe(frame: FrameType | None) -> tuple[str, str, list[str]]:
     """Return a thread's current call, the script's line, and the stack.
 
     The call is that of the script's code into a library, or its own innermost function outside of any.
     """
     frames = [(each.f_code, line) for each, line in traceback.walk_stack(frame)][::-1]
     if not frames:
-        return "", "", ()
+        return "", "", []
     scripts = [number for number, (code, _) in enumerate(frames) if not _is_library(code.co_filename)]
+    script = max(scripts, default=0)
     last = len(frames) - 1
-    script = scripts[-1] if scripts else 0
-    call = min(script + 1, last) if scripts else last
+    call = min(script + 1, last)
     while call < last and _is_wrapper(frames[call][0]):
         call += 1
     code, line = frames[script]
     shown = frames
     if frames[call][0].co_filename.startswith(_LIBRARIES):  # frames inside a library do not help
         shown = frames[: call + 1]
-    stack = [f"{short_path(each.co_filename)}:{number} {each.co_name}" for each, number in shown[-_MOST_FRAMES:]]
-    place = f"{os.path.basename(code.co_filename)}:{line}"
-    return _short(frames[call][0].co_name), _short(place), tuple(map(_short, stack))
+    stack = [f"{short_path(each.co_filename)}:{number} {each.co_name}" for each, number in shown]
+    return frames[call][0].co_name, f"{os.path.basename(code.co_filename)}:{line}", stack
 
 
 def _is_wrapper(code: CodeType) -> bool:
@@ -163,13 +207,13 @@ def _short(text: str) -> str:
     return printable(text[:_LONGEST]).replace("\n", r"\n").replace("\t", r"\t")
 
 
-class Picture:
+class StatusReport:
     """What all ranks are doing, gathered on rank 0 for its log; at most once in ten minutes.
 
     It is shown after too long a wait; or, on mere suspicion, if all ranks are in collectives, but not in the same one.
 
     Attributes:
-        deadlock: Why no rank of the picture shown last can continue; "" if one may.
+        deadlock: Why no rank of the report shown last can continue; "" if one may.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -180,13 +224,13 @@ class Picture:
         self._is_suspected = False
         self.deadlock = ""
 
-    def begin(self, seconds: float, is_suspected: bool = False) -> bool:
-        """Return whether to ask the ranks now; their answers are awaited with a time limit."""
+    def begin(self, is_suspected: bool = False) -> bool:
+        """Return whether to ask the ranks now, or to make rank 0 ask; it awaits the answers with a time limit."""
         now = time.monotonic()
-        if now < self._begun_at + PAUSE:
+        if now < self._begun_at + _PAUSE:
             return False
         self._begun_at = now
-        self._until = now + seconds
+        self._until = now + ANSWERS
         self._is_suspected = is_suspected
         self._activities.clear()
         return True
@@ -197,10 +241,8 @@ class Picture:
 
     def take(self, at_once: bool = False) -> list[str]:
         """Return its lines if they are due: when all have answered, or after the time limit. Once."""
-        if self._until is None:
-            return []
         complete = len(self._activities) == self._world_size
-        if not (complete or at_once or time.monotonic() > self._until):
+        if self._until is None or not (complete or at_once or time.monotonic() > self._until):
             return []
         self._until = None
         title = "A wait took too long. What the ranks are doing:"
@@ -220,7 +262,8 @@ class Picture:
         waits = {each.waits for each in found}
         if "" in waits or len(waits) == 1:
             return all(each.is_in_collective for each in found) and len({each.call for each in found}) > 1
-        if min(each.seconds for each in found) < _LASTING:  # one may be about to leave its wait
+        # ranks were missing after the last had come: without that answer one may be about to leave its wait
+        if min(each.waited for each in found) < _LASTING or max(each.asked for each in found) > _LASTING / 2:
             return False
         calls = "; ".join(f"rank {each.rank} in {each.call} at {each.place}" for each in found[:_MOST_CALLS])
         self.deadlock = (
@@ -267,7 +310,7 @@ def fold(activities: Iterable[Activity], world_size: int, processes: Mapping[int
 
 def _headline(some: list[Activity]) -> str:
     first = some[0]
-    who = _name([each.rank for each in some])
+    who = _name(each.rank for each in some)
     if len(some) == 1:
         who += f" ({first.host}, pid {first.pid})"
     doing = f"{first.call} at {first.place}" if first.place else "its main thread has ended"
@@ -279,31 +322,55 @@ def _headline(some: list[Activity]) -> str:
 def _progress(some: list[Activity]) -> str:
     """Describe the ranks' progress, from the slowest to the fastest."""
     text = ""
-    for name in some[0].told:
-        numbers = [each.told[name] for each in some if name in each.told]
+    for name in some[0].progress:
+        numbers = [each.progress[name] for each in some if name in each.progress]
         least, most = min(numbers), max(numbers)
         text += f", {name} {least}" if least == most else f", {name} {least} to {most}"
     return text
 
 
-def _name(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {_as_ranges(ranks)}"
-
-
-def _as_ranges(numbers: Iterable[int]) -> str:
-    """Format ascending numbers as ranges, such as "0-95,192"."""
+def _name(ranks: Iterable[int]) -> str:
+    """Name ascending ranks, such as "ranks 0-95,192"."""
     ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and number == ranges[-1][-1] + 1:
-            ranges[-1][1:] = [number]
+    for rank in ranks:
+        if ranges and rank == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [rank]
         else:
-            ranges.append([number])
-    return ",".join("-".join(map(str, ends)) for ends in ranges)
+            ranges.append([rank])
+    names = ",".join("-".join(map(str, ends)) for ends in ranges)
+    return f"rank {names}" if names.isdecimal() else f"ranks {names}"
 
 
 LONGEST = 2_000_000  # bytes of a line: more than the longest failure with every character escaped
+
+
+@dataclass(frozen=True)
+class StopRequest:
+    """A rank's request that all ranks stop.
+
+    Attributes:
+        rank: The rank.
+        host: Its host.
+        reason: Its reason, such as "got SIGTERM".
+        signal: Number of the signal that it got, 0 without one.
+        step: Count of the step at which all stop; 0 until rank 0 has decided it.
+    """
+
+    rank: int
+    host: str
+    reason: str
+    signal: int
+    step: int = 0
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host}) {self.reason}"
+
+    def announcement(self) -> str:
+        """Describe the consequence."""
+        text = f"{self}: all ranks stop after the next step or two"
+        if self.signal == signal.SIGINT:
+            text += "; another Ctrl-C ends this process at once, without saving"
+        return text
 
 
 @dataclass(frozen=True)
@@ -327,44 +394,35 @@ class Message:
     exiting: int | None = None
     failure: Failure | None = None
     code: int | None = None
-    asks: bool = False
+    asks: bool | None = None
     activity: Activity | None = None
     wants_stop: StopRequest | None = None
-    asks_steps: bool = False
+    asks_steps: bool | None = None
     steps: Steps | None = None
-    stop: StopDecision | None = None
+    stop: StopRequest | None = None
 
 
 class Lines:
-    """Splits a stream at its newlines; lines that are too long are dropped."""
+    """Splits a stream at its newlines; lines that are too long are dropped.
+
+    Attributes:
+        rest: Data since the last newline.
+    """
 
     def __init__(self) -> None:
-        self._rest = bytearray()
-        self._too_long = False
+        self.rest = b""
+        self._is_cut = False  # whether the beginning of the current line was dropped
 
     def feed(self, data: bytes) -> list[bytes]:
         """Add data; return the lines completed by it, without their newlines."""
-        *ends, rest = data.split(b"\n")
-        lines = []
-        for end in ends:
-            self._keep(end)
-            if not self._too_long:
-                lines.append(bytes(self._rest))
-            self._rest.clear()
-            self._too_long = False
-        self._keep(rest)
-        return lines
-
-    def rest(self) -> bytes:
-        """Return the data since the last newline."""
-        return bytes(self._rest)
-
-    def _keep(self, piece: bytes) -> None:
-        if len(self._rest) + len(piece) > LONGEST:
-            self._too_long = True
-            self._rest.clear()
-        if not self._too_long:
-            self._rest += piece
+        *lines, self.rest = (self.rest + data).split(b"\n")
+        if lines and self._is_cut:
+            del lines[0]
+            self._is_cut = False
+        if len(self.rest) > LONGEST:
+            self.rest = b""
+            self._is_cut = True
+        return [line for line in lines if len(line) <= LONGEST]
 
 
 def shows_token(line: bytes, token: str) -> bool:
@@ -387,44 +445,26 @@ def parse(line: bytes, world_size: int) -> Message | None:
         return None
     if not isinstance(fields, dict):
         return None
-    known = {name: _read(name, fields[name], world_size) for name in _SHAPES.keys() & fields.keys()}
+    known = {name: _read(_KINDS[name], fields[name], world_size) for name in _KINDS.keys() & fields.keys()}
     if not known or None in known.values():
         return None
     return Message(**known)
 
 
-def _read(name: str, value: Any, world_size: int) -> Any:
+def _read(kind: Any, value: Any, world_size: int) -> Any:
     """Parse a field of a message; return None if it is invalid."""
-    shape = _SHAPES[name]
-    if not fits(value, shape):
+    is_record = kind not in (int, bool)
+    if not fits(value, get_type_hints(kind) if is_record else kind):
         return None
-    if shape is bool:
+    if kind is bool:
         return value or None
-    if name == "stop":
-        request = _read("wants_stop", value["request"], world_size)
-        return request and StopDecision(value["step"], request)
-    rank = value if shape is int else value["rank"]
-    least = -1 if name == "failure" else 0  # -1: a failure of the job itself
-    if rank not in range(least, world_size):
+    least = -1 if kind is Failure else 0  # -1: a failure of the job itself
+    if (value["rank"] if is_record else value) not in range(least, world_size):
         return None
-    return _MAKERS[name](value) if name in _MAKERS else value
+    if not is_record:
+        return value
+    return getattr(kind, "from_fields", lambda fields: kind(**fields))(value)
 
 
-_SHAPES: dict[str, Any] = {  # form of each field
-    "rank": int,
-    "left": int,
-    "exiting": int,
-    "failure": FAILURE,
-    "asks": bool,
-    "activity": ACTIVITY,
-    "wants_stop": REQUEST,
-    "asks_steps": bool,
-    "steps": get_type_hints(Steps),
-    "stop": {"step": int, "request": REQUEST},
-}
-_MAKERS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "failure": Failure.from_fields,
-    "activity": Activity.from_fields,
-    "wants_stop": lambda fields: StopRequest(**fields),
-    "steps": lambda fields: Steps(**fields),
-}
+# type of each field; a code is no part of a line
+_KINDS = {name: get_args(hint)[0] for name, hint in get_type_hints(Message).items() if name != "code"}

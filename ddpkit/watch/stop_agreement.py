@@ -7,77 +7,33 @@ one, so that no rank has passed it.
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import get_type_hints
+from dataclasses import dataclass, field, replace
 
 from ..job import current_job
-from .links import is_below
+from .messages import StopRequest, is_below
 
 
-@dataclass(frozen=True)
-class StopRequest:
-    """A rank's request that all ranks stop.
-
-    Attributes:
-        rank: The rank.
-        host: Its host.
-        reason: Its reason, such as "got SIGTERM".
-        signal: Number of the signal that it got, 0 without one.
-    """
-
-    rank: int
-    host: str
-    reason: str
-    signal: int
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} ({self.host}) {self.reason}"
-
-    def announcement(self) -> str:
-        """Describe the consequence."""
-        text = f"{self}: all ranks stop after the next step or two"
-        if self.signal == signal.SIGINT:
-            text += "; another Ctrl-C ends this process at once, without saving"
-        return text
-
-
-@dataclass(frozen=True)
-class StopDecision:
-    """Rank 0's decision.
-
-    Attributes:
-        step: Count of the step at which all stop.
-        request: The first request that reached rank 0.
-    """
-
-    step: int
-    request: StopRequest
-
-
+@dataclass(eq=False)
 class StopAgreement:
     """A rank's knowledge of the stop of all ranks. Its main thread counts; the watch's thread does the rest.
 
-    Args:
-        world_size: Number of ranks in the job.
-
     Attributes:
-        request: This rank's own request, or None. A signal handler may set it, because that takes no lock.
-        decision: Rank 0's decision, or None.
+        world_size: Number of ranks in the job.
+        request: This rank's own request, or None. A signal handler may set it.
+        first: On rank 0, the first request that reached it, or None.
+        decision: The request with the step that rank 0 has decided, or None.
         is_asked: Whether this rank was asked for its count.
+        counts: On rank 0, the counts of the ranks that answered.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self.request: StopRequest | None = None
-        self.decision: StopDecision | None = None
-        self.is_asked = False
-        self._world_size = world_size
-        self._steps = 0
-        self._lock = threading.Lock()
-        self._counts: dict[int, int] = {}  # on rank 0, of the ranks that answered
-        self._first: StopRequest | None = None  # on rank 0, the first request
+    world_size: int
+    request: StopRequest | None = None
+    first: StopRequest | None = None
+    decision: StopRequest | None = None
+    is_asked: bool = False
+    counts: dict[int, int] = field(default_factory=dict)
+    _steps: int = 0
 
     @property
     def is_begun(self) -> bool:
@@ -88,9 +44,10 @@ class StopAgreement:
 
     def next_step(self) -> tuple[int, bool]:
         """Count a step; return its number, and whether the decision must be known before it begins."""
-        with self._lock:
-            self._steps += 1
-            return self._steps, self.is_asked
+        self._steps += (
+            1  # before it looks: `answer()` writes and reads in the other order, so one of them sees the other
+        )
+        return self._steps, self.is_asked
 
     def is_reached(self) -> bool:
         """Return whether this rank has counted the step at which all stop."""
@@ -100,37 +57,23 @@ class StopAgreement:
 
     def answer(self) -> int:
         """Return the number of steps so far; no more begin before the decision."""
-        with self._lock:
-            self.is_asked = True
-            return self._steps
-
-    def begins(self, request: StopRequest) -> bool:
-        """Record a request on rank 0; return whether it is the first."""
-        if self._first is not None:
-            return False
-        self._first = request
-        return True
-
-    def add(self, rank: int, steps: int) -> None:
-        """Record a rank's count on rank 0."""
-        self._counts[rank] = steps
+        self.is_asked = True
+        return self._steps
 
     def missing(self, left: Collection[int]) -> list[int]:
         """Return, on rank 0, the ranks that have not answered but can: neither they nor a rank above them has left."""
-        silent = [rank for rank in range(self._world_size) if rank not in self._counts]
+        silent = [rank for rank in range(self.world_size) if rank not in self.counts]
         return [rank for rank in silent if not any(is_below(rank, other) for other in left)]
 
-    def decide(self, left: Collection[int]) -> StopDecision | None:
+    def decide(self, left: Collection[int]) -> StopRequest | None:
         """Return, on rank 0, the decision, once, when all ranks that have not left have answered.
 
         The main thread does not know it yet: it would stop and leave before the others have been told.
         """
-        if self._first is None or self.decision is not None or self.missing(left):
+        if self.first is None or self.decision is not None or self.missing(left):
             return None
-        return StopDecision(max(self._counts.values()) + 1, self._first)
+        return replace(self.first, step=max(self.counts.values()) + 1)
 
-
-REQUEST = get_type_hints(StopRequest)  # the form of its JSON
 
 _alone = StopAgreement(1)  # for processes without a watch
 

@@ -9,7 +9,7 @@ the interpreter lock.
 
 from __future__ import annotations
 
-import functools
+import json
 import logging
 import multiprocessing
 import os
@@ -24,16 +24,29 @@ from datetime import timedelta
 from typing import Any
 
 from ..errors import ERRORS_OF_ALL_RANKS, DdpkitError, LaunchError, MismatchError, describe_error
+from ..job import current_job
+from ..job.job import Job
+from ..job.leaving import fill_error_file
 from ..join.failures import GRACE, Failure
+from ..join.members import Members
 from ..join.session import Session
-from ..join.sockets import cut
+from ..join.sockets import connect, cut
 from ..join.store import call_with_timeout
-from ..parsing import encode
-from .connections import Connections, Event
-from .links import parent_of, send_exit_code
+from ..parsing import encode, parse
+from .connections import Connections, Event, send_exit_code
 from .main_thread import MainThread
-from .messages import PAUSE, Activity, Message, Picture, Steps, describe_main_thread, readable_stacks
-from .stop_agreement import StopAgreement, StopDecision, StopRequest
+from .messages import (
+    ANSWERS,
+    Message,
+    StatusReport,
+    Steps,
+    StopRequest,
+    children_of,
+    describe_main_thread,
+    parent_of,
+    readable_stacks,
+)
+from .stop_agreement import StopAgreement
 
 log = logging.getLogger(__name__)
 _TICK = 1.0  # seconds between checks of the main thread's own wait, and of torchrun
@@ -45,9 +58,9 @@ _TOGETHER = 3.0  # for an error that all ranks find, a busy one later
 _OF_ALL = {kind.__name__ for kind in ERRORS_OF_ALL_RANKS}
 _EXITING = 60.0  # seconds from a process's exit hooks to its end, before waiting ranks raise
 _LOOK = 0.3  # seconds in which the store must report or record the fate of a lost rank
-_ANSWERS = 1.0  # seconds in which the ranks answer what they are doing
 _LONG_WAIT = 30.0  # seconds in one collective after which rank 0 asks whether the others are in another
 _LAST_WORDS, _LOG_WORDS = 2.0, 0.5  # seconds to send them
+_TO_RANK_0 = ("activity", "wants_stop", "steps")  # fields of messages that the ranks between forward
 
 
 class WatchThread(threading.Thread):
@@ -67,75 +80,70 @@ class WatchThread(threading.Thread):
         session: The job; its `failures` are kept up to date.
         token: Secret of this start of the job; strangers, who do not know it, are ignored.
         listener: Socket to which this rank's children connect, if it has some.
-        before_kill: Called with the failure before the process is ended.
+
+    Attributes:
+        connections: Those of this rank.
+        stop_agreement: What it knows of a stop of all ranks.
     """
 
-    def __init__(
-        self, session: Session, token: str, listener: socket.socket | None, before_kill: Callable[[DdpkitError], None]
-    ) -> None:
+    def __init__(self, session: Session, token: str, listener: socket.socket | None) -> None:
         super().__init__(name="ddpkit watch", daemon=True)
         self._session = session
         self._failures = session.failures
-        self._before_kill = before_kill
-        self._connections = Connections(session.rank, len(session.hosts), token, listener, _warn)
-        self._main_thread = MainThread(session, self._connections.wake)
+        self.connections = Connections(session.rank, len(session.hosts), token, listener, _warn)
+        self._main_thread = MainThread(session, self.connections.wake)
         self._closing = False
         self._keeps = False  # whether the connections outlive the thread
         self._failure_sent = False  # whether this rank has reported a failure
         self._logged = False  # whether it has logged one
-        self._picture = Picture(len(session.hosts))
-        self._wants_picture = False
-        self._wanted_at = -PAUSE  # when this rank last wanted a report
+        self._report = StatusReport(len(session.hosts))
+        self._wants_report = False
         self._has_answered = threading.Event()
         self._asks_after = _LONG_WAIT  # seconds after its last collective at which rank 0 asks what the others do
         self.stop_agreement = StopAgreement(len(session.hosts))
-        self._has_requested = False  # whether this rank's request was sent
-        _all_connections().add(self._connections)
+        _everywhere.add(self.connections)
         self.start()
 
     def wait_for_children(self, timeout: timedelta) -> None:
         """Wait until the ranks below this one are connected; from then on, the end of a connection is a failure."""
 
         def is_full() -> bool | None:
-            return self._connections.full.is_set() or None
+            return self.connections.is_full or None
 
         def late() -> bool:
-            absent, rank = self._connections.absent(), self._session.rank
+            absent, rank = self.connections.absent(), self._session.rank
             raise LaunchError(f"Ranks {absent} did not connect to the watch of rank {rank} within {timeout}.")
 
         self._session.until(is_full, timeout, late)
 
-    def connect(self, sock: socket.socket) -> None:
-        """Use this socket as the connection to the rank above this one."""
-        self._connections.connect(sock)
-
     def tell(self, failure: Failure) -> None:
         """Tell the other ranks that this one has failed."""
         self._failures.known = failure
-        self._failures.settled = True
+        self._failures.muted = True
         self._tell_others(failure)
-        self._connections.settle(_LAST_WORDS)
+        self.connections.flush(_LAST_WORDS)
 
     def close(self, tells_code: bool = False) -> None:
-        """Leave: from now on, the end of a connection is not a failure. First set `failures.settled`.
+        """Leave: from now on, the end of a connection is not a failure. First set `failures.muted`.
 
         Args:
-            tells_code: Whether the process exits, and `hand_over()`, called last, lets it send its exit code.
+            tells_code: Whether the process exits, and `detach()`, called last, lets it send its exit code.
         """
         if tells_code:
             self._keeps = True
-            self._connections.post(_line(exiting=self._session.rank))
+            self.connections.post(encode(exiting=self._session.rank))
         else:
-            self._connections.post_news(_line(left=self._session.rank, failure=self._failures.known))
+            failure = {"failure": self._failures.known} if self._failures.known else {}
+            self.connections.announce(encode(left=self._session.rank, **failure))
         self._closing = True  # only now: the thread then closes all connections
-        self._connections.wake()
+        self.connections.wake()
         self.join(_LAST_WORDS)
         self._main_thread.close()
 
-    def hand_over(self) -> None:
+    def detach(self) -> None:
         """Let the exit of the process send its exit code: unless it is 0, this rank has failed."""
         if self._keeps and not self.is_alive():
-            send_exit_code(self._connections.give_away())
+            send_exit_code(self.connections.detach())
 
     def run(self) -> None:
         """Listen until the watch is closed; if that fails, so does the rank."""
@@ -143,47 +151,47 @@ class WatchThread(threading.Thread):
             with readable_stacks():
                 while not self._closing:
                     self._listen()
-            self._show_picture(at_once=True)
+            self._show_report(at_once=True)
             if self._keeps:
                 return
-            for event in self._connections.part(1.0):
-                self._hear(event)
+            for event in self.connections.shutdown(1.0):
+                self._receive(event)
         except BaseException as error:
             if not self._closing:
                 self._break_down(error)
-        self._connections.close()
+        self.connections.close()
 
     def _listen(self) -> None:
         """Receive until the next check of this rank itself."""
-        for event in self._connections.poll(self._pause()):
-            self._hear(event)
-        if self._failures.known is not None:
+        for event in self.connections.poll(self._pause()):
+            self._receive(event)
+        lost_peer = None if self._failures.known else self._failures.lost_peer()
+        if lost_peer:
+            self._failures.known = Failure.of(self._session.rank, lost_peer)
+        if self._failures.known:
             self._tell_others(self._failures.known)  # the main thread may have found it in the store
-        if self._failures.known is None:
-            orphan = self._failures.orphan()
-            if orphan:
-                self._on_failure(Failure.of(self._session.rank, orphan))
         for rank, deadline in list(self._failures.exiting.items()):
             if time.monotonic() > deadline:
                 self._on_departure(rank, rank)
         self._look_after_main_thread()
         self._suspect_deadlock()
-        self._make_picture()
+        self._make_report()
         self._agree_to_stop()
 
     def _pause(self) -> float:
-        if self._failures.known is None or self._failures.settled:
+        if self._failures.known is None or self._failures.muted:
             return _TICK
         return min(_TICK_FAILED, max(0.0, self._main_thread.next_signal_at - time.monotonic()))
 
     # Events.
 
-    def _hear(self, event: Event) -> None:
-        message, sender = event.message, event.rank
-        if message is None:
-            if sender is not None:
-                self._on_closed(sender, event.silent)
-            return
+    def _receive(self, event: Event) -> None:
+        if event.message is not None:
+            self._on_message(event.message, event.rank)
+        elif event.rank is not None:
+            self._on_closed(event.rank, event.silent)
+
+    def _on_message(self, message: Message, sender: int | None) -> None:
         if message.asks:
             self._on_question(sender)
         if message.failure is not None:  # before its sender's departure, which the main thread may be waiting for
@@ -196,23 +204,32 @@ class WatchThread(threading.Thread):
             self._on_exit_code(sender, message.code)
         if message.left is not None:
             self._on_departure(message.left, sender)
-        if message.activity is not None:
-            self._on_activity(message.activity)
-        self._hear_of_stop(message)
-
-    def _hear_of_stop(self, message: Message) -> None:
-        if message.wants_stop is not None:
-            self._on_stop_request(message.wants_stop)
         if message.asks_steps:
             self._ask_steps()
-        if message.steps is not None:
-            self._on_steps(message.steps)
         if message.stop is not None:
             self._on_stop(message.stop)
+        for name in _TO_RANK_0:
+            self._send_to_rank_0(name, getattr(message, name))
+
+    def _send_to_rank_0(self, name: str, value: Any) -> None:
+        """Send or forward a field of a message, if it is there, to rank 0, or handle it there."""
+        if value is None:
+            return
+        if self._session.rank > 0:
+            self.connections.post_up(encode(**{name: value}))
+        elif name == "steps":
+            self.stop_agreement.counts[value.rank] = value.number
+        elif name == "activity":
+            self.connections.answer(encode(activity=value))
+            self._report.add(value)
+        elif not self.stop_agreement.is_asked:  # by an earlier request
+            self.stop_agreement.first = value
+            self._ask_steps()
+            _log(logging.WARNING, value.announcement())
 
     def _on_exiting(self, rank: int, sender: int) -> None:
         self._failures.exiting[rank] = time.monotonic() + _EXITING
-        self._connections.post(_line(exiting=rank), exclude=sender)
+        self.connections.post(encode(exiting=rank), exclude=sender)
 
     def _on_exit_code(self, rank: int, code: int) -> None:
         if code == 0:
@@ -224,7 +241,7 @@ class WatchThread(threading.Thread):
     def _on_departure(self, rank: int, sender: int) -> None:
         if rank not in self._failures.left:
             self._failures.left.append(rank)
-            self._connections.post(_line(left=rank), exclude=sender)
+            self.connections.post(encode(left=rank), exclude=sender)
         self._failures.exiting.pop(rank, None)  # last: the main thread may be waiting for it
 
     def _on_closed(self, rank: int, silent: bool) -> None:
@@ -234,11 +251,11 @@ class WatchThread(threading.Thread):
             self._on_departure(rank, rank)
         if rank in self._failures.left:
             return
-        told = self._failures.ask_store(_LOOK)  # its last report may be lost, if it did not know this rank yet
+        reported = self._failures.ask_store(_LOOK)  # its report may be lost, if it did not know this rank yet
         words = "its connection closed unexpectedly: the process was killed or crashed, or the network was cut"
         if silent:
             words = "its host stopped sending: the network was cut, or the machine stopped"
-        self._fail_for(told or self._failure_of(rank, "lost", words))
+        self._fail_for(reported or self._failure_of(rank, "lost", words))
 
     def _on_failure(self, failure: Failure, sender: int | None = None) -> None:
         self._tell_others(failure, exclude=sender)  # first: the main thread may leave when it learns of it
@@ -249,14 +266,9 @@ class WatchThread(threading.Thread):
         """Record the failure of a rank that cannot report it any more."""
         self._on_failure(failure)
         self._failures.exiting.pop(failure.rank, None)
-        if self._is_neighbour(failure.rank):
+        top, below = sorted([self._session.rank, failure.rank])
+        if parent_of(below) == top:  # a neighbour
             self._failures.announce(failure, patience=_LOOK)  # for ranks that join later, or are not yet connected
-
-    def _is_neighbour(self, rank: int) -> bool:
-        """Return whether a rank is adjacent to this one in the tree."""
-        me = self._session.rank
-        top, below = sorted((me, rank))
-        return below > 0 and parent_of(below) == top
 
     def _failure_of(self, rank: int, kind: str, words: str) -> Failure:
         return Failure(rank, self._session.hosts[rank], kind, words, "")
@@ -265,46 +277,32 @@ class WatchThread(threading.Thread):
         """Report the first failure to the other ranks, and no other."""
         if not self._failure_sent:
             self._failure_sent = True
-            self._connections.post_news(encode(failure=failure), exclude)
+            self.connections.announce(encode(failure=failure), exclude)
 
     # Reports of what the ranks are doing.
 
     def show_ranks(self) -> None:
         """Make rank 0 log what all ranks are doing after this rank waited too long; once in ten minutes."""
-        now = time.monotonic()
-        if self._failures.known is not None or now < self._wanted_at + PAUSE:
-            return
-        self._wanted_at = now
-        self._has_answered.clear()
-        self._wants_picture = True
-        self._connections.wake()
-        self._has_answered.wait(_ANSWERS)  # until then this rank is still in its wait
+        if self._failures.known is None:
+            self._has_answered.clear()
+            self._wants_report = True
+            self.connections.wake()
+            self._has_answered.wait(ANSWERS)  # until then this rank is still in its wait
 
     def _on_question(self, sender: int | None) -> None:
         """Forward the question what the ranks are doing; rank 0 answers one from below by a report in its log."""
         if sender is None or sender < self._session.rank:
             self._ask()
         else:
-            self._wants_picture = True
+            self._wants_report = True
 
     def _ask(self) -> None:
         """Ask the ranks below this one, and answer for it."""
-        self._connections.post_down(_line(asks=True))
+        self.connections.post_down(encode(asks=True))
         with self._harmless():
-            session = self._session
-            seconds = time.monotonic() - session.acted_at
-            self._on_activity(describe_main_thread(session.rank, session.told, session.waits, seconds))
-        if session.rank > 0:
-            self._has_answered.set()
-
-    def _on_activity(self, activity: Activity) -> None:
-        """Forward a rank's answer: rank 0 to those who asked, and into the report."""
-        line = _line(activity=activity)
+            self._send_to_rank_0("activity", describe_main_thread(self._session))
         if self._session.rank > 0:
-            self._connections.post_up(line)
-            return
-        self._connections.answer(line)
-        self._picture.add(activity)
+            self._has_answered.set()
 
     def _suspect_deadlock(self) -> None:
         """If rank 0 has been in a collective for long, ask whether the ranks are in different ones."""
@@ -314,69 +312,54 @@ class WatchThread(threading.Thread):
         elif self._session.rank == 0 and seconds > self._asks_after and self._failures.known is None:
             self._asks_after = 2 * seconds
             with self._harmless():
-                mine = describe_main_thread(0, {}, "", seconds)
-                if mine.is_in_collective and self._picture.begin(_ANSWERS, is_suspected=True):
+                if describe_main_thread(self._session).is_in_collective and self._report.begin(is_suspected=True):
                     self._ask()
 
-    def _make_picture(self) -> None:
+    def _make_report(self) -> None:
         """Ask for the wanted report, and log it."""
-        wants, self._wants_picture = self._wants_picture, False
-        if wants and self._session.rank > 0:
-            self._connections.post_up(_line(asks=True))
-        elif wants and self._picture.begin(_ANSWERS):
-            self._ask()
-        elif wants:
-            self._has_answered.set()
-        self._show_picture()
+        if self._wants_report:
+            self._wants_report = False
+            if not self._report.begin():
+                self._has_answered.set()
+            elif self._session.rank > 0:
+                self.connections.post_up(encode(asks=True))
+            else:
+                self._ask()
+        self._show_report()
 
-    def _show_picture(self, at_once: bool = False) -> None:
+    def _show_report(self, at_once: bool = False) -> None:
         """Log the report when it is complete, or at once."""
         with self._harmless():
-            lines = self._picture.take(at_once)
-            if lines:
+            lines = self._report.take(at_once)
+            if lines and self._session.rank == 0:
                 _log(logging.ERROR, "\n".join(lines))
                 self._has_answered.set()
-            if self._picture.deadlock and self._failures.known is None:
+            if self._report.deadlock and self._failures.known is None:
                 host = self._session.hosts[0]
-                self._on_failure(Failure(-1, host, MismatchError.__name__, self._picture.deadlock, ""))
+                self._on_failure(Failure(-1, host, MismatchError.__name__, self._report.deadlock, ""))
 
     # The step at which all stop.
 
     def wake(self) -> None:
         """Make the thread check for this rank's stop request; safe in a signal handler."""
-        self._connections.wake()
+        self.connections.wake()
 
     def _agree_to_stop(self) -> None:
         """Forward this rank's stop request; on rank 0 decide once all have answered."""
-        request = self.stop_agreement.request
-        if request is not None and not self._has_requested:
-            self._has_requested = True
-            self._on_stop_request(request)
-        if self._session.rank == 0:
-            decision = self.stop_agreement.decide(self._failures.left)
-            if decision is not None:
-                self._on_stop(decision)
-
-    def _on_stop_request(self, request: StopRequest) -> None:
-        if self._session.rank > 0:
-            self._connections.post_up(_line(wants_stop=request))
-        elif self.stop_agreement.begins(request):
-            self._ask_steps()
-            _log(logging.WARNING, request.announcement())
+        agreement = self.stop_agreement
+        if agreement.request is not None and not agreement.is_asked:
+            self._send_to_rank_0("wants_stop", agreement.request)
+        decision = agreement.decide(self._failures.left)
+        if decision is not None:
+            self._on_stop(decision)
 
     def _ask_steps(self) -> None:
         """Ask the ranks below this one for their number of steps, and answer for it."""
-        self._connections.post_down(_line(asks_steps=True))
-        self._on_steps(Steps(self._session.rank, self.stop_agreement.answer()))
+        self.connections.post_down(encode(asks_steps=True))
+        self._send_to_rank_0("steps", Steps(self._session.rank, self.stop_agreement.answer()))
 
-    def _on_steps(self, steps: Steps) -> None:
-        if self._session.rank > 0:
-            self._connections.post_up(_line(steps=steps))
-        else:
-            self.stop_agreement.add(steps.rank, steps.number)
-
-    def _on_stop(self, decision: StopDecision) -> None:
-        self._connections.post_down(_line(stop=decision))
+    def _on_stop(self, decision: StopRequest) -> None:
+        self.connections.post_down(encode(stop=decision))
         self.stop_agreement.decision = decision  # only now: the main thread may leave when it sees it
 
     @contextmanager
@@ -396,7 +379,7 @@ class WatchThread(threading.Thread):
         if failure is None:
             return
         main_thread = self._main_thread
-        if self._failures.settled or main_thread.has_ended():
+        if self._failures.muted or main_thread.has_ended():
             main_thread.stop_signals()
             return
         main_thread.signal_after(self._delay(failure))
@@ -457,8 +440,8 @@ class WatchThread(threading.Thread):
             words = f"Rank {self._session.rank} ends: its main thread {self._main_thread.reason()}. {failure}\n"
             with suppress(OSError):
                 os.write(2, words.encode(errors="backslashreplace"))
-            self._show_picture(at_once=True)
-            self._before_kill(failure)
+            self._show_report(at_once=True)
+            fill_error_file(failure)
             sys.stdout.flush()
 
         try:
@@ -468,11 +451,6 @@ class WatchThread(threading.Thread):
                 child.kill()
         finally:
             os._exit(1)
-
-
-def _line(**fields: Any) -> bytes:
-    """Write a message of those fields that are not None."""
-    return encode(**{name: value for name, value in fields.items() if value is not None})
 
 
 def _log(level: int, text: str, error: BaseException | None = None) -> None:
@@ -485,14 +463,72 @@ def _warn(text: str) -> None:
     _log(logging.WARNING, text)
 
 
-@functools.cache
-def _all_connections() -> weakref.WeakSet[Connections]:
-    """Return the connections that forked children close, so that they end with this process."""
-    everywhere: weakref.WeakSet[Connections] = weakref.WeakSet()
+_everywhere: weakref.WeakSet[Connections] = weakref.WeakSet()
 
-    def close_all() -> None:
-        for connections in list(everywhere):
-            connections.close()
 
-    os.register_at_fork(after_in_child=close_all)
-    return everywhere
+def _close_in_child() -> None:
+    """Close the connections in a forked child, so that they end with this process."""
+    for connections in list(_everywhere):
+        connections.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+# Connect the watches of all ranks into a tree as they join.
+
+Listen = Callable[[], tuple[socket.socket, tuple[str, int]]]
+
+
+def start_watch(job: Job, session: Session, members: Members, listener: socket.socket | None, listen: Listen) -> None:
+    """Connect this rank to the ranks below it, then to the one above it.
+
+    Args:
+        job: The job; its watch is set once that runs, so that a failed connection can end it.
+        session: Its session.
+        members: Its ranks.
+        listener: The socket where rank 0 already listens; None on others.
+        listen: Opens one on a rank with ranks below it.
+    """
+    rank = session.rank
+    timeout = job.asked.timeout
+    with session.bounded(timeout):
+        if rank > 0 and children_of(rank, members.world_size):
+            listener, address = listen()
+            session.store.set(f"watch/{rank}", json.dumps({"address": address}))
+        job.watch = watch = WatchThread(session, members.token, listener)
+        watch.wait_for_children(timeout)
+        if rank > 0:
+            watch.connections.connect(_connect_to_parent(session, members, timeout))
+    session.watch = weakref.ref(watch)
+
+
+def _connect_to_parent(session: Session, members: Members, timeout: timedelta) -> socket.socket:
+    parent = parent_of(session.rank)
+    address = members.watch_address
+    if parent > 0 or address is None:
+        address = _watch_address(session, parent, timeout)
+    host, port = address
+    try:
+        return connect(host, port, timeout.total_seconds())
+    except OSError as error:  # the connection may have ended because another rank failed
+        raise session.find_cause(host=parent) or LaunchError(
+            f"The watch cannot connect to rank {parent} at {host}:{port}: {error}. Open the ports between the nodes, "
+            "which the process group needs, too, or turn off the watch: setup(watch=False)."
+        ) from None
+
+
+def _watch_address(session: Session, rank: int, timeout: timedelta) -> tuple[str, int]:
+    """Wait until a rank other than rank 0 has published where its watch listens."""
+    key = f"watch/{rank}"
+
+    def late() -> LaunchError:
+        return LaunchError(f"Rank {rank} ({session.hosts[rank]}) did not open its watch within {timeout}.")
+
+    session.wait_for_key(key, timeout, late)
+    found = parse(session.store.get(key), key, {"address": tuple[str, int]})
+    address, port = found["address"]
+    return address, port
+
+
+current_job.start_watch = start_watch

@@ -30,7 +30,7 @@ from ddpkit.join.session import Session
 from ddpkit.join.sockets import listen
 from ddpkit.parsing import encode
 from ddpkit.watch.connections import Connections
-from ddpkit.watch.links import children_of, parent_of, watch_key
+from ddpkit.watch.messages import children_of, parent_of
 
 _TIMEOUT = timedelta(minutes=5)
 _STEPS = ("connect", "join", "first barrier", "barrier", "exchange", "watch", "news of a failure")
@@ -44,16 +44,16 @@ def _play(rank: int, ranks: int, port: int, start: Any, ends: list[float]) -> No
     marks.append(time.time())
     prefixed, members = join(store, Member(rank, ranks, None, True), _TIMEOUT)
     marks.append(time.time())
-    session = Session(prefixed, rank, members.hosts, _TIMEOUT, members.node_of, orphaned=str)
-    for step in (lambda: session.meet(session.count("barrier")),) * 2 + (lambda: session.exchange("fine"),):
+    session = Session(prefixed, rank, members.hosts, _TIMEOUT, members.node_of, peer_lost=str)
+    for step in (lambda: session.barrier(session.count("barrier")),) * 2 + (lambda: session.exchange("fine"),):
         step()
         marks.append(time.time())
     with closing(_watch(session, ranks, members.token)) as connections:
-        session.meet(session.count("watch"))
+        session.barrier(session.count("watch"))
         marks.append(time.time())
         _hear_of_failure(connections, rank, ranks)
         marks.append(time.time())
-        session.meet(session.count("end"))
+        session.barrier(session.count("end"))
     for number, mark in enumerate(marks):
         ends[number] = max(ends[number], mark)
 
@@ -64,12 +64,12 @@ def _watch(session: Session, ranks: int, token: str) -> Connections:
     listener = None
     if children_of(rank, ranks):
         listener, (_, port) = listen("127.0.0.1", one_node=True)
-        store.set(watch_key(rank), f"{port}")
+        store.set(f"watch/{rank}", f"{port}")
     connections = Connections(rank, ranks, token, listener, print)
-    while not connections.full.is_set():
+    while not connections.is_full:
         connections.poll(1.0)
     if rank > 0:
-        port = int(store.get(watch_key(parent_of(rank))))
+        port = int(store.get(f"watch/{parent_of(rank)}"))
         connections.connect(socket.create_connection(("127.0.0.1", port)))
     return connections
 

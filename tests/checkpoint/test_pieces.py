@@ -19,8 +19,8 @@ from torch import nn
 import ddpkit
 from ddpkit.checkpoint.checkpointer import Checkpointer
 from ddpkit.checkpoint.files import dump
+from ddpkit.checkpoint.sharded import lay_out
 from ddpkit.errors import CheckpointError
-from ddpkit.sharded import lay_out
 
 
 def mesh_of(*sizes: int) -> Any:

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ddpkit.collectives import reduce as packing
-from ddpkit.collectives.tree import NUMBER, Leaf
 
 INTS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32]
 HALVES = {torch.float16: (11, -24), torch.bfloat16: (8, -133)}  # significant bits, exponent of the smallest number
@@ -33,17 +32,17 @@ def reduced(each: list[list[Any]], op: str, is_inline: bool = True, weights: Any
     dtype = each[0][0].dtype if isinstance(each[0][0], Tensor) else None
     factor, divisor = packing.normalise(len(each)) if op == "mean" else (1.0, 1.0)
     divisor = sum(weights) if weights else divisor
-    leaves = [Leaf("tensor", dtype, leaf.shape) if dtype else NUMBER for leaf in each[0]]
-    group = packing._group_of(leaves, list(range(len(leaves))))
+    shapes = [tuple(leaf.shape) if dtype else () for leaf in each[0]]
+    group = packing._Group(op, "cpu", dtype, list(range(len(shapes))), shapes, list(map(math.prod, shapes)))
     factors = weights or [factor] * len(each)
     if op in packing._EXTREMES or not is_inline or (op == "sum" and dtype == torch.int64):
-        buffers = [packing._scale(packing._pack(own, group, op), by) for own, by in zip(each, factors, strict=True)]
+        buffers = [packing._scale(group.pack(own), by) for own, by in zip(each, factors, strict=True)]
         total = reduce(torch.maximum if op in packing._EXTREMES else torch.add, buffers)
-        return packing._unpack(total, each[0], group, op, divisor)
-    rows = [packing._pack_inline(own, [group], op, by) for own, by in zip(each, factors, strict=True)]
+        return group.unpack(total, each[0], divisor)
+    rows = [packing._pack_inline(own, [group], by) for own, by in zip(each, factors, strict=True)]
     with np.errstate(over="ignore", invalid="ignore"):
         sums = reduce(np.add, rows)
-    return list(dict(packing._unpack_inline(sums, each[0], [group], op, divisor)).values())
+    return list(dict(packing._unpack_inline(sums / divisor, each[0], [group])).values())
 
 
 @given(st.data(), st.sampled_from(INTS), st.integers(1, 9))

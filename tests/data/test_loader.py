@@ -25,9 +25,8 @@ from torch.utils.data import DistributedSampler as TorchSampler
 
 import ddpkit
 from ddpkit.data.loader import make_loader
-from ddpkit.data.samplers import DistributedSampler
+from ddpkit.data.samplers import DistributedSampler, DistributedWeightedSampler
 from ddpkit.data.seeds import sample_seed
-from ddpkit.weighted import DistributedWeightedSampler
 
 WORLDS = (1, 2, 3)
 GLOBAL_BATCH = 6

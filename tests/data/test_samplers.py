@@ -11,8 +11,7 @@ import torch
 from torch.utils.data import DistributedSampler as TorchSampler
 
 import ddpkit
-from ddpkit.data.samplers import DistributedEvalSampler, DistributedSampler
-from ddpkit.weighted import DistributedWeightedSampler
+from ddpkit.data.samplers import DistributedEvalSampler, DistributedSampler, DistributedWeightedSampler
 
 WORLDS = (1, 2, 3)
 LARGE = 2**17 + 5  # above 2**17 an order is computed in blocks

@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ddpkit.exact.sum import _CHUNK, MOST, PLACES, ExactSum
+from ddpkit.exact.gradients import _CHUNK, MOST, PLACES, ExactSum
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 LARGEST, LEAST = 3.4028234663852886e38, 1.401298464324817e-45  # of float32

@@ -24,7 +24,7 @@ HANG = 400.0  # seconds: longer than any test may take, however loaded the machi
 # each script is a copy of this one, which has imported torch for all of them, and ends as the interpreter ends
 FORK = """
 import concurrent.futures, gc, json, multiprocessing, os, subprocess, sys, threading, time, traceback, ddpkit
-import ddpkit.job.joining, ddpkit.job.refusal, ddpkit.watch.starting  # which each would load at setup()
+import ddpkit.job.joining, ddpkit.job.refusal, ddpkit.watch.thread  # which each would load at setup()
 names = {}
 for name, (env, lines) in json.loads(sys.argv[1]).items():
     if "wrap_model" in lines:
@@ -176,7 +176,7 @@ def test_a_rank_that_fails_without_distributed_is_known_to_those_who_compute(tmp
 
 @pytest.mark.storm
 def test_the_ranks_on_both_sides_hear_how_the_one_between_them_ends(tmp_path: Path) -> None:
-    chain = "from ddpkit.watch import links\nlinks.CHILDREN = 1\n"
+    chain = "from ddpkit.watch import messages\nmessages.CHILDREN = 1\n"
     scripts = {}
     for name in ("exits", "leaves in except"):
         port = free_port()

@@ -146,7 +146,7 @@ def test_garbage_in_the_store_ends_a_wait_with_its_key(key: str, garbage: bytes)
             if key == "x/1/why":
                 session.store.add("x/1/arrived", 1 << 40)  # somebody has given up, and this is why
         else:
-            session.meet("x/1", timedelta(seconds=120))
+            session.barrier("x/1", timedelta(seconds=120))
 
     (error, _), _ = on_threads(2, meet)
     assert isinstance(error, ddpkit.LaunchError) and f"under {key!r}, which no rank" in str(error)
@@ -158,7 +158,7 @@ def test_a_place_of_a_rank_with_too_many_digits_is_passed_over() -> None:
         why = {"missing": [1], "seconds": 1.0, "elsewhere": {"9" * 5_000: "somewhere", "1": "elsewhere"}}
         session.store.set("x/1/why", json.dumps(why))
         session.store.add("x/1/arrived", 1 << 40)
-        session.meet("x/1")
+        session.barrier("x/1")
 
     (error, _), _ = on_threads(2, meet)
     assert isinstance(error, ddpkit.BarrierTimeoutError) and error.elsewhere == {1: "elsewhere"}
@@ -169,7 +169,7 @@ def test_the_failure_that_a_stranger_reports_may_be_long() -> None:
         if session.rank == 0:
             long = {"message": "x" * 3_000_000, "traceback": "y" * 3_000_000}
             session.store.set("failure", json.dumps(WHO | {"rank": 1} | long))
-            session.meet("x/1")
+            session.barrier("x/1")
 
     (error, _), _ = on_threads(2, meet)
     assert isinstance(error, ddpkit.PeerError) and len(str(error)) < 120_000
@@ -180,7 +180,7 @@ def test_the_failure_of_a_rank_that_does_not_exist_is_refused(rank: int) -> None
     def meet(session: Session) -> None:
         if session.rank == 0:
             session.store.set("failure", json.dumps(WHO | {"rank": rank}))
-            session.meet("x/1")
+            session.barrier("x/1")
 
     (error, _), _ = on_threads(2, meet)
     assert isinstance(error, ddpkit.LaunchError) and "under 'failure', which no rank" in str(error)
@@ -192,7 +192,7 @@ def test_a_counter_that_no_rank_made_is_not_a_meeting(count: int) -> None:
         if session.rank == 1:
             session.store.set("x/1/arrived", f"{count}")
         time.sleep(0.1)
-        session.meet("x/1", timedelta(seconds=2))
+        session.barrier("x/1", timedelta(seconds=2))
 
     results, _ = on_threads(2, meet)
     assert all(isinstance(error, ddpkit.DdpkitError) for error in results), results
@@ -203,20 +203,20 @@ def test_a_text_in_place_of_a_counter_ends_the_wait_as_the_loss_of_the_store_doe
     def meet(session: Session) -> None:
         session.store.set("x/1/arrived", text)
         if session.rank == 0:
-            session.meet("x/1", timedelta(seconds=0.1))
+            session.barrier("x/1", timedelta(seconds=0.1))
 
     (error, _), _ = on_threads(2, meet)
     assert isinstance(error, ddpkit.PeerError) and "the connection to the store" in str(error), error
 
 
-@pytest.mark.parametrize("key", ["ddpkit/generation", "ddpkit/1/claims", "ddpkit/1/heard"])
+@pytest.mark.parametrize("key", ["ddpkit/generation", "ddpkit/1/claims", "ddpkit/1/readers"])
 def test_a_text_in_place_of_a_counter_ends_the_joining(key: str) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     rank = 0 if key.endswith("claims") else 1
     if rank == 1:
         server.add("ddpkit/generation", 1)
     server.set(key, "a word")
-    if key.endswith("heard"):
+    if key.endswith("readers"):
         server.set("ddpkit/1/failure", json.dumps(WHO | {"rank": 0}))
     with pytest.raises(ddpkit.LaunchError, match="lost the store while joining"):
         join(server, Member(rank, 2, None, False), timedelta(seconds=5))
@@ -227,7 +227,7 @@ def test_a_text_that_no_rank_wrote_is_refused() -> None:
         if session.rank == 0:
             return session.exchange("zero")
         session.store.set("exchange/1/from/1", b"\x80\x04")
-        session.meet("exchange/1")
+        session.barrier("exchange/1")
         return []
 
     results, _ = on_threads(2, exchange)

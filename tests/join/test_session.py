@@ -28,7 +28,7 @@ def on_threads(world_size: int, fn: Callable[[Session], Any]) -> tuple[list[Any]
         client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
         hosts = [f"host{rank}" for rank in range(world_size)]
         try:
-            results[rank] = fn(Session(client, rank, hosts, timedelta(seconds=120), nodes=hosts, orphaned=str))
+            results[rank] = fn(Session(client, rank, hosts, timedelta(seconds=120), nodes=hosts, peer_lost=str))
         except Exception as error:
             results[rank] = error
 
@@ -48,7 +48,7 @@ def test_nobody_leaves_a_meeting_before_everybody_has_come(world_size: int) -> N
 
     def meet(session: Session) -> int:
         arrived.append(session.rank)
-        session.meet(session.count("x"))
+        session.barrier(session.count("x"))
         return len(arrived)
 
     results, _ = on_threads(world_size, meet)
@@ -109,10 +109,10 @@ def test_a_slow_store_prolongs_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "_ROLL_CALL", 0.1)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", slow_link(server.port, late), is_master=False)
-    session = Session(client, 0, ["a", "b"], timedelta(seconds=1), nodes="ab", orphaned=str)
+    session = Session(client, 0, ["a", "b"], timedelta(seconds=1), nodes="ab", peer_lost=str)
     session._deadlines = Noted()
     with pytest.raises(BarrierTimeoutError):
-        session.meet("x/1")
+        session.barrier("x/1")
     (first, polls, _, afterwards, *inner) = [end for end, _ in session._deadlines.values_set]
     assert polls < first + 0.7 * late, "the first call is a part of the time-out"
     assert max(inner) == afterwards, "what follows the time-out is not prolonged"
@@ -123,11 +123,11 @@ def test_those_who_miss_a_meeting_are_named() -> None:
         if session.rank in (0, 59, 60, 69):
             return
         if session.rank != 1:
-            session.meet("here/1")
+            session.barrier("here/1")
             return
         while arrived(session) < 65:  # all but this one
             time.sleep(0.01)
-        session.meet("here/1", timedelta(seconds=0.1))
+        session.barrier("here/1", timedelta(seconds=0.1))
 
     def arrived(session: Session) -> int:
         return session.store.add("here/1/arrived", 0)
@@ -155,7 +155,7 @@ def test_a_rank_that_waits_reads_one_counter_however_many_ranks_there_are(monkey
     def meet(session: Session) -> None:
         if session.rank == 100:
             time.sleep(0.1)
-        session.meet("x/1")
+        session.barrier("x/1")
 
     results, _ = on_threads(130, meet)
     assert results == [None] * 130
@@ -167,7 +167,7 @@ def test_a_meeting_ends_alike_for_the_one_who_gives_up_and_the_one_who_just_come
 
     def meets(session: Session, timeout: timedelta) -> bool:
         try:
-            session.meet(session.count("x"), timeout)
+            session.barrier(session.count("x"), timeout)
         except BarrierTimeoutError:
             gave_up.set()
             return False
@@ -176,12 +176,12 @@ def test_a_meeting_ends_alike_for_the_one_who_gives_up_and_the_one_who_just_come
     def meet(session: Session) -> list[bool]:
         long, short = timedelta(seconds=120), timedelta(milliseconds=10)
         outcomes = [meets(session, long)]
-        session.meet(session.count("between"))
+        session.barrier(session.count("between"))
         if session.rank == 1:
             gave_up.wait()
         outcomes.append(meets(session, short))
         for number in range(60):
-            session.meet(session.count("between"))
+            session.barrier(session.count("between"))
             if session.rank == 1:
                 time.sleep(0.005 + number * 1e-3)  # before, about when, or after the other gives up
             outcomes.append(meets(session, short))
@@ -198,7 +198,7 @@ def test_a_failure_that_becomes_known_while_the_ranks_are_asked_what_they_do_is_
             failure = Failure(1, "host1", "SystemExit", "it ended with exit code 1", "")
             asking = SimpleNamespace(show_ranks=lambda: record_failure(session.store, failure))
             session.watch = lambda: asking
-            session.meet("x/1", timedelta(milliseconds=10))
+            session.barrier("x/1", timedelta(milliseconds=10))
 
     (error, _), _ = on_threads(2, meet)
     assert isinstance(error, PeerError) and error.error_type == "SystemExit", error
@@ -208,7 +208,7 @@ def test_meetings_and_exchanges_leave_a_bounded_number_of_keys() -> None:
     def meet(session: Session) -> None:
         for number in range(50):
             assert session.exchange(f"{session.rank}-{number}") == [f"{rank}-{number}" for rank in range(3)]
-            session.meet(session.count("barrier"))
+            session.barrier(session.count("barrier"))
 
     results, server = on_threads(3, meet)
     assert results == [None] * 3
@@ -246,7 +246,7 @@ def test_texts_of_any_length_are_exchanged_and_leave_no_keys(world_size: int) ->
 def test_a_rank_zero_that_comes_but_says_nothing_is_named() -> None:
     def meet(session: Session) -> None:
         if session.rank == 0:
-            session.meet("exchange/1")
+            session.barrier("exchange/1")
         else:
             session.exchange("one", timeout=timedelta(seconds=0.3))
 
@@ -261,7 +261,7 @@ def test_an_answer_that_rank_zero_did_not_write_is_refused(garbage: str) -> None
     def meet(session: Session) -> None:
         if session.rank == 0:
             session.store.set("exchange/1/answer", garbage)
-            session.meet("exchange/1")
+            session.barrier("exchange/1")
         else:
             session.exchange("one")
 
@@ -272,8 +272,8 @@ def test_an_answer_that_rank_zero_did_not_write_is_refused(garbage: str) -> None
 def test_names_that_are_used_once_leave_no_keys() -> None:
     def meet(session: Session) -> None:
         for number in range(20):
-            session.meet(session.count(f"barrier {number}"), timedelta(seconds=60))
-        session.meet(session.count("last"), timedelta(seconds=60))
+            session.barrier(session.count(f"barrier {number}"), timedelta(seconds=60))
+        session.barrier(session.count("last"), timedelta(seconds=60))
 
     results, server = on_threads(3, meet)
     assert results == [None] * 3
@@ -289,7 +289,7 @@ def test_a_wait_ends_with_the_first_recorded_failure() -> None:
             first = session.failures.look_up()
             assert first is not None and first.message == "'a'", "the first failure stands"
         else:
-            session.meet("x/1")
+            session.barrier("x/1")
 
     results, _ = on_threads(3, meet)
     assert results[1] is None
@@ -301,7 +301,7 @@ def test_a_wait_for_a_rank_that_has_left_ends_at_once() -> None:
     def meet(session: Session) -> None:
         session.failures.left.append(1)  # what the watch does
         if session.rank == 0:
-            session.meet("x/1")
+            session.barrier("x/1")
 
     results, _ = on_threads(2, meet)
     assert isinstance(results[0], PeerError) and results[0].error_type == "left"

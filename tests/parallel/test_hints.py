@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
 import ddpkit
-from ddpkit.parallel.hints import warn_of_idle_gpus, warn_of_unshared_loader
+from ddpkit.parallel.wrap import _warn_of_idle_gpus, _warn_of_unshared_loader
 
 SAMPLES = TensorDataset(torch.ones(12, 2))
 LOADERS: dict[str, Callable[[], Any]] = {
@@ -40,7 +40,7 @@ class Trainer:
 
 
 def warned(name: str) -> list[str]:
-    warn_of_unshared_loader.cache_clear()  # this process may have run another test
+    _warn_of_unshared_loader.cache_clear()  # this process may have run another test
     gc.collect()
     with contextlib.suppress(ValueError):
         DataLoader(SAMPLES, num_workers=-1)  # leaves a loader that has not everything
@@ -69,8 +69,8 @@ def test_a_loader_that_each_rank_shuffles_alone_is_named_once(name: str, is_wron
 def test_idle_gpus_are_told_once_unless_a_device_was_named(
     device: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("ddpkit.parallel.hints.count_accelerators", lambda: 4)
-    warn_of_idle_gpus.cache_clear()
+    monkeypatch.setattr("ddpkit.parallel.wrap.count_accelerators", lambda: 4)
+    _warn_of_idle_gpus.cache_clear()
     with caplog.at_level(logging.WARNING), ddpkit.distributed(device=device):
         for _ in range(2):
             ddpkit.wrap_model(nn.Linear(2, 1))

@@ -23,9 +23,9 @@ from torch.utils.checkpoint import checkpoint
 
 import ddpkit
 from ddpkit import DdpkitError, MismatchError, accumulate, all_gather, all_reduce_mean, barrier, get_rank
-from ddpkit.parallel.models import named_tensors, unwrap_model
+from ddpkit.parallel.models import clean_state_dict, named_tensors, unwrap_model
 from ddpkit.parallel.replicas import check_replicas
-from ddpkit.parallel.wrap import clean_state_dict, wrap_model
+from ddpkit.parallel.wrap import wrap_model
 
 compiled = functools.partial(torch.compile, backend="eager")  # wraps as any backend does, imports less
 

@@ -29,7 +29,7 @@ from ddpkit.job import refusal as declining
 from ddpkit.join import causes, session, sockets
 from ddpkit.join import members as member
 from ddpkit.survival import regrouping
-from ddpkit.watch import connections, main_thread, starting, thread
+from ddpkit.watch import connections, main_thread, thread
 
 _NEVER = float("inf")
 
@@ -203,13 +203,6 @@ def _connect(host: str, port: int, timeout: float) -> Socket:
     return _Now.network.connect((host, port), timeout)
 
 
-def _connect_to_watch(rank: int, address: tuple[str, int], timeout: float) -> Socket:
-    try:
-        return _Now.network.connect(address, timeout)
-    except OSError as error:
-        raise LaunchError(f"cannot connect to rank {rank}: {error}") from error
-
-
 def _listen(address: str, one_node: bool) -> tuple[Any, tuple[str, int]]:
     listener = _Now.network.listen()
     return listener, listener.address
@@ -254,7 +247,7 @@ def _wait_for_listener(address: str, port: int, deadline: float) -> None:
 
 
 DIST = SimpleNamespace(
-    **{name: getattr(dist, name) for name in ("DistNetworkError", "DistStoreError", "DistError")},
+    **{name: getattr(dist, name) for name in ("DistNetworkError", "DistStoreError", "DistError", "Backend")},
     is_initialized=lambda: True,
     get_process_group_ranks=lambda _: _Now.world.running.ranks,
     PrefixStore=PrefixStore,
@@ -299,7 +292,7 @@ class MainThread(main_thread.MainThread):
         pass
 
 
-class _NoPicture:
+class _NoReport:
     """What a rank is doing is not asked here."""
 
     def __init__(self, *_: object) -> None:
@@ -366,14 +359,14 @@ def put_in_place() -> None:
     main_thread.threading = SimpleNamespace(main_thread=_current_thread, current_thread=_current_thread)
     member.Member.is_alive = _is_alive
     thread.MainThread = MainThread
-    thread.Picture = _NoPicture
+    thread.StatusReport = _NoReport
     thread.WatchThread.show_ranks = lambda _: None
     thread.os = _os
     thread.send_exit_code = _send_exit_code
     thread._log = lambda *_: None
     connections.keep_alive = Socket.keep_alive
     connections.segments_received = Socket.segments_received
-    connections.Attempts = Attempts
+    connections.Probes = Attempts
     session.os = _os
     for kind in (thread.WatchThread, regrouping._Heartbeat, regrouping.Refusals):
         kind.start, kind.join, kind.is_alive = _start, _Thread.join, _Thread.is_alive
@@ -383,7 +376,6 @@ def put_in_place() -> None:
     regrouping.sockets = SimpleNamespace(sockets_on=lambda _: set(), sockets_to=lambda _: set())
     regrouping.host_on = lambda host: HostedStore(host, 0)
     startup.Member = _claim
-    starting.connect_to_watch = _connect_to_watch
     startup.reachable = lambda *_: _hostname()
     startup.connections_to = lambda store: {store.cut}
     startup.current_group = lambda: None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ddpkit.join import rendezvous, session
@@ -58,10 +59,10 @@ def stop_one_step_too_early() -> None:
     """All stop at the step that the furthest one is in, not at the one after it."""
 
     def decide(self: stop_agreement.StopAgreement, left: Any) -> Any:
-        if self._first is None or self.decision is not None or self.missing(left):
-            return None
-        return stop_agreement.StopDecision(max(self._counts.values()), self._first)
+        decision = decide_well(self, left)
+        return decision and replace(decision, step=decision.step - 1)
 
+    decide_well = stop_agreement.StopAgreement.decide
     stop_agreement.StopAgreement.decide = decide
 
 
@@ -73,19 +74,19 @@ def let_both_halves_go_on() -> None:
 def excuse_an_absence_at_a_commit() -> None:
     """A rank takes a step that it commits after an absence for a sign that the others are still there. It was so."""
 
-    def is_together(self: regrouping.Rendezvous) -> None:
+    def record_contact(self: regrouping.Rendezvous) -> None:
         self._excused = self._heartbeat.absences()
 
-    regrouping.Rendezvous.is_together = is_together
+    regrouping.Rendezvous.record_contact = record_contact
 
 
 def keep_states_that_others_have_not() -> None:
     """Those who go on keep the states that they have."""
 
-    def put_back(self: kept_states.KeptStates, decision: Any, member: int) -> None:
-        self.is_whole = True
+    def restore(self: kept_states.KeptStates, decision: Any, member: int) -> None:
+        self.is_consistent = True
 
-    kept_states.KeptStates.put_back = put_back
+    kept_states.KeptStates.restore = restore
 
 
 def let_the_host_of_the_store_leave_first() -> None:

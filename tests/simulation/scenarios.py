@@ -18,7 +18,7 @@ from ddpkit.job.job import Job
 from ddpkit.join.failures import JobContinues
 from ddpkit.join.rendezvous import StoreLost
 from ddpkit.stop import _wait_for_decision
-from ddpkit.watch.stop_agreement import StopRequest
+from ddpkit.watch.messages import StopRequest
 
 
 def joining(world: World) -> list[str]:
@@ -83,7 +83,7 @@ def _start_anew(world: World, starts: list[Start], server: Server | None, hosts:
 def _meet_once(mine: Rank, job: Job) -> None:
     session = job.session
     assert session is not None
-    session.meet(session.count("once"))
+    session.barrier(session.count("once"))
 
 
 def meeting(world: World) -> list[str]:
@@ -112,7 +112,7 @@ def meeting(world: World) -> list[str]:
                 raise ValueError("broken")
             try:
                 if kind == "meet":
-                    session.meet(session.count("round"), timedelta(seconds=seconds))
+                    session.barrier(session.count("round"), timedelta(seconds=seconds))
                 else:
                     texts = session.exchange(f"{mine.rank}/{number}", "texts", timedelta(seconds=seconds))
                     if texts != [f"{rank}/{number}" for rank in range(size)]:
@@ -170,7 +170,7 @@ def failing(world: World) -> list[str]:
         sleep(draw.uniform(0, 0.3))
         if moments.get(mine.rank) == 6 and deeds[mine.rank] == "raises":
             raise ValueError(f"broken {mine.rank}")
-        job.session.meet(job.session.count("end"))
+        job.session.barrier(job.session.count("end"))
 
     for rank in range(size):
         start.start(rank, script, draw.uniform(0, 0.2), draw.choice(["here", "there"]))
@@ -199,7 +199,7 @@ def losing(world: World) -> list[str]:
             for number in range(100):
                 sleep(draw.uniform(0, 5))
                 group.all_gather(number, mine.rank)
-            job.session.meet(job.session.count("end"))
+            job.session.barrier(job.session.count("end"))
         except BaseException:
             heard.append(world.now)
             raise
@@ -250,7 +250,7 @@ def stopping(world: World) -> list[str]:
             sleep(draw.uniform(0, pace))
             if meets:
                 group.all_gather(number, mine.rank)
-        session.meet(session.count("end"))
+        session.barrier(session.count("end"))
 
     def ask(mine: Rank) -> None:
         monitor = None if mine.session is None else mine.session.watch()

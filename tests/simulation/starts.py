@@ -195,7 +195,7 @@ class Start:
         mine.token = members.token
         job.hosts_store = self._server is None and mine.rank == 0
         startup._start_watch(job, session, members, listener, opened)
-        session.meet(session.count("group made"))  # as gloo connects each rank with each
+        session.barrier(session.count("group made"))  # as gloo connects each rank with each
         mine.session = session
         self.world.note(f"{mine.process.name} has joined")
 
@@ -246,9 +246,9 @@ def leave(job: Job) -> None:
     """Do as `teardown()` does."""
     session = job.session
     assert session is not None
-    session.failures.settled = True
+    session.failures.muted = True
     if session.failures.known is not None:
-        session.cut_connections(settled=True)
+        session.cut_connections(flush=True)
     if job.watch is not None:
         job.watch.close()
     session.leave(job.hosts_store)

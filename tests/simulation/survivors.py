@@ -89,7 +89,7 @@ class Survivor:
         with self._joining():
             session, members, listener = startup._join(job, opened, lost)
             startup._start_watch(job, session, members, listener, opened)
-            session.meet(session.count("group made"))  # as gloo connects each rank with each
+            session.barrier(session.count("group made"))  # as gloo connects each rank with each
         job.hosts_store = rank == store_host
         self._enter(members.token)
         return job.context
@@ -149,7 +149,7 @@ def _broadcast(value: Any, src: int) -> Any:
 def _barrier() -> None:
     session = _mine().session
     if session is not None:
-        session.meet(session.count("barrier"))
+        session.barrier(session.count("barrier"))
 
 
 def put_in_place() -> None:
@@ -159,14 +159,13 @@ def put_in_place() -> None:
         teardown=lambda: _mine().leave(),
         leave_to_rejoin=lambda: _mine().leave_to_rejoin(),
         rejoin=lambda *args: _mine().rejoin(*args),
-        joined=lambda: _mine().session is not None,
+        enter_collective=lambda: _mine().session,
         report=lambda error: _mine().report(error),
     )
     survival.current_job = SimpleNamespace(
         owns_group=lambda: True,
         hold_failures=_hold,
         asked_options=lambda: _mine().job.asked,
-        current_session=lambda: _mine().session,
         has_unfinished=lambda: False,
         session=lambda: _mine().session,
         finish=lambda: None,

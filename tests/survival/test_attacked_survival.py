@@ -109,7 +109,6 @@ def _place(addresses: dict[str, Any], folder: str) -> _Survivors:
     kept = KeptStates(())
     kept._states = [Code(folder), Code(folder)]
     mine = _Survivors(kept, 1, timedelta(seconds=10))
-    mine._secret = GUESS
     mine._rendezvous = Rendezvous(1, "127.0.0.1", 10.0, GUESS)
     mine._rendezvous.addresses |= {
         int(member): (host, port) for member, (host, port) in addresses.items() if member != "1"
@@ -199,7 +198,7 @@ def test_states_arrive_as_they_were(rank: int) -> None:
 @pytest.mark.ranks(2)
 def test_states_larger_than_any_of_this_job_are_refused_before_they_are_there(rank: int) -> None:
     size = 30 << 30  # bytes, which no test could hold
-    described = [[[{"weight": torch.empty(size, dtype=torch.uint8, device="meta")}], []], [True]]
+    described = [[{"weight": torch.empty(size, dtype=torch.uint8, device="meta")}], []]
     if rank == 0:
         broadcast_bytes("survive()", to_bytes(described), 0)
     else:

@@ -109,7 +109,7 @@ def train(
     count, models = Count(), []
     for attempts, attempt in enumerate(ddpkit.survive(net, optimizer, count, min_ranks=min_ranks, **options), 1):
         with attempt:
-            number = attempt._survivors._regroupings  # that of the attempt on all ranks
+            number = getattr(attempt._survivors._rendezvous, "_regroupings", 0)  # that of the attempt on all ranks
             loader = attempt.resume(ddpkit.make_loader(torch.arange(SAMPLES), BATCH, seed=3, num_workers=num_workers))
             wrapped = ddpkit.wrap_model(net)
             models.append(wrapped)  # those of former attempts must do no harm
@@ -354,14 +354,19 @@ def test_the_job_ends_where_too_few_are_left(tmp_path: Path) -> None:
         assert "The remaining ranks cannot continue: 2 ranks remain, but min_ranks is 3." in e.output
 
 
-def candidate(member: int, steps: int = 7, is_whole: bool = True, regroupings: int = 0) -> Candidate:
-    return Candidate(member, regroupings, steps, is_whole, ("here", member))
+def candidate(member: int, steps: int = 7, is_consistent: bool = True, regroupings: int = 0) -> Candidate:
+    return Candidate(member, regroupings, steps, is_consistent, ("here", member))
 
 
 def test_all_go_on_from_the_last_whole_step_that_one_of_them_has() -> None:
-    candidates = [candidate(3, 8), candidate(1, 7), candidate(0, 8, is_whole=False), candidate(4, 8, regroupings=2)]
+    candidates = [
+        candidate(3, 8),
+        candidate(1, 7),
+        candidate(0, 8, is_consistent=False),
+        candidate(4, 8, regroupings=2),
+    ]
     decision = decide(0, candidates, [], 1)
-    assert (decision.members, decision.steps, decision.source, decision.behind) == ([0, 1, 3, 4], 8, 3, [0, 1])
+    assert (decision.members, decision.steps, decision.source) == ([0, 1, 3, 4], 8, 3)
     assert (decision.regrouping, decision.refusal) == (3, "")
 
 
@@ -378,7 +383,7 @@ def test_of_a_network_that_was_cut_one_part_at_most_goes_on(
 
 
 def test_nobody_goes_on_from_the_middle_of_a_step() -> None:
-    candidates = [candidate(0, is_whole=False), candidate(1, is_whole=False)]
+    candidates = [candidate(0, is_consistent=False), candidate(1, is_consistent=False)]
     assert "states of a complete step" in decide(0, candidates, [], 1).refusal
 
 

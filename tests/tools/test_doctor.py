@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,8 @@ import ddpkit
 from ddpkit import LaunchError, detect_launch
 from ddpkit.tools import cli
 from ddpkit.tools import doctor as tool
-from ddpkit.tools.doctor import checks, read_launch
-from ddpkit.tools.doctor.checks import roll_call, same_versions
-from ddpkit.tools.doctor.report import MARK, Check, Report, merge, print_report, read_results, render, worst
+from ddpkit.tools.doctor import MARK, Report, checks, merge, print_report, read_launch, read_results, render
+from ddpkit.tools.doctor.checks import Check, roll_call, same_versions
 
 MACHINE = ["launch", "versions", "devices", "interface", "ports"]
 MACHINE += ["shm", "cores", "collective"]
@@ -57,7 +55,7 @@ def start(*flags: str, on: Sequence[str] = (), **env: str) -> subprocess.Popen[s
 
 def meet(*args: Any, **kwargs: Any) -> list[Check]:
     """Stand for the two processes that meet, where they are not what is tested."""
-    return [Check("mean", "ok", "right")]
+    return [Check("ok", "right")] * 2
 
 
 def examine(folder: str, flags: Sequence[str]) -> None:
@@ -297,8 +295,8 @@ def test_a_rank_that_does_not_come_is_named_beside_those_who_did() -> None:
 
 
 def test_a_rank_that_has_read_others_before_the_store_went_fails_all_the_same() -> None:
-    report = Report(detect_launch(platform_env(2, 3, 1)), 60.0, Check("launch", "ok", "x"))
-    report.peers = {0: (report.record | {"rank": 0}, [Check("launch", "ok", "x")])}  # and then the store went
+    report = Report(detect_launch(platform_env(2, 3, 1)), 60.0, Check("ok", "x"))
+    report.ranks[0] = (report.record | {"rank": 0}, {"launch": Check("ok", "x")})  # and then the store went
     report.fail(LaunchError("The store has gone."))
     assert print_report(report, as_json=True) == 1
 
@@ -392,18 +390,18 @@ def test_a_port_that_is_none_is_refused(text: str, free: bool, monkeypatch: Any)
 
 
 def test_the_ranks_reports_become_one_that_says_each_thing_once() -> None:
-    hosts = {0: "a", 1: "a", 2: "b"}
-    well, ill = Check("shm", "ok", "23 GiB free"), Check("shm", "warning", "64 MiB free", "--shm-size")
-    assert merge({0: [well], 1: [well], 2: [well]}, hosts) == [well]
-    (check,) = merge({0: [well], 1: [well], 2: [ill]}, hosts)
+    on_a, on_b = {"host": "a"}, {"host": "b"}
+    well, ill = {"shm": Check("ok", "23 GiB free")}, {"shm": Check("warning", "64 MiB free", "--shm-size")}
+    (check,) = merge({0: (on_a, well), 1: (on_a, well), 2: (on_b, well)}).values()
+    assert check == Check("ok", "23 GiB free", details=[])
+    (check,) = merge({0: (on_a, well), 1: (on_a, well), 2: (on_b, ill)}).values()
     assert (check.status, check.found, check.remedy) == ("warning", "rank 2 (b): 64 MiB free", "--shm-size")
     assert check.details == ["ranks 0, 1 (a): 23 GiB free"]
-    only_there = merge({0: [well], 2: [Check("extra", "failed", "x", "y")]}, hosts)
-    assert [(one.name, one.status) for one in only_there] == [("shm", "ok"), ("extra", "failed")]
-    many = {rank: [Check("ports", "ok", f"port {rank}")] for rank in range(40)}
-    details = merge(many, dict.fromkeys(range(40), "a"))[0].details
+    only_there = merge({0: (on_a, well), 2: (on_b, {"extra": Check("failed", "x", "y")})})
+    assert [(name, one.status) for name, one in only_there.items()] == [("shm", "ok"), ("extra", "failed")]
+    many = {rank: (on_a, {"ports": Check("ok", f"port {rank}")}) for rank in range(40)}
+    details = merge(many)["ports"].details
     assert len(details) == 17 and "23 more" in details[-1]
-    assert worst([]) == "ok" and worst([well, ill]) == "warning"
 
 
 def place(rank: int, host: str, **versions: str) -> dict[str, Any]:
@@ -430,20 +428,21 @@ GARBAGE = [
     b"[]",
     b"{}",
     b"7",
-    b'{"record": {}, "checks": []}',
+    b'{"record": {}, "checks": {}}',
     b"[" * 10_000,
 ]
-ODD_CHECK = {**asdict(Check("a", "ok", "b")), "status": "well"}
-
-
-ODD = [{"record": place(0, "a"), "checks": [ODD_CHECK]}, {"record": place(1, "a"), "checks": []}]  # of another rank
+ODD_CHECK = Check("well", "b")
+ODD = [
+    {"record": place(0, "a"), "checks": {"a": ODD_CHECK}},
+    {"record": place(1, "a"), "checks": {}},
+]  # of another rank
 
 
 @pytest.mark.parametrize("garbage", [*GARBAGE, *(json.dumps(odd).encode() for odd in ODD)])
 def test_what_a_stranger_wrote_in_place_of_a_report_is_refused(garbage: bytes) -> None:
     with pytest.raises(LaunchError, match="no rank of this job wrote"):
         read_results(garbage, "report of rank 0", 0)
-    report = Report(detect_launch(platform_env(0, 2, 1)), 60.0, Check("launch", "ok", "x"))
+    report = Report(detect_launch(platform_env(0, 2, 1)), 60.0, Check("ok", "x"))
     store = dist.HashStore()
     store.set(f"{MARK}/1/1", garbage.decode("latin-1"))
     if garbage != json.dumps(ODD[1]).encode():
@@ -458,7 +457,7 @@ def on_terminal(columns: int, monkeypatch: Any) -> str:
     leader, follower = pty.openpty()
     with os.fdopen(follower, "w", encoding="utf-8") as terminal:
         monkeypatch.setattr(sys, "stdout", terminal)
-        text = render("title", [Check("shm", "failed", "full [bold]of[/bold] batches " * 3, "empty it")])
+        text = render("title", {"shm": Check("failed", "full [bold]of[/bold] batches " * 3, "empty it")})
     os.close(leader)
     return text
 

@@ -21,8 +21,8 @@ from processes import CLEAN, run
 from ddpkit.tools import cli
 from ddpkit.tools.recorder import Recorder
 from ddpkit.tools.rehearse import trials
-from ddpkit.tools.rehearse.rank import KINDS, Disturbance, RankEvents, Start, plan_trial
-from ddpkit.tools.rehearse.runs import Reference, Run
+from ddpkit.tools.rehearse.rank import KINDS, Disturbance
+from ddpkit.tools.rehearse.trials import RankEvents, Reference, Run, plan_trial
 
 SCRIPT = Path(__file__).parent / "rehearsed.py"
 ACCELERATE = pytest.mark.peers("accelerate")
@@ -46,10 +46,10 @@ def rehearse(out: Path, *words: str) -> tuple[int | None, str]:
 def kill_rank_0_before(what: str, words: list[str], out: str) -> None:
     """Be the command line, with one trial: rank 0 is killed at its last event of this name."""
 
-    def plan(seed: int, number: int, kinds: Any, undisturbed: dict[int, RankEvents]) -> list[Start]:
+    def plan(seed: int, number: int, kinds: Any, undisturbed: dict[int, RankEvents]) -> list[Run]:
         (ranks,) = undisturbed
         last = max(number for number, record in enumerate(undisturbed[ranks][0]) if record["what"] == what)
-        return [Start(ranks, Disturbance("kill", 0, last, 0.0)), Start(ranks, None)]
+        return [Run(ranks, Disturbance("kill", 0, last, 0.0)), Run(ranks, None)]
 
     trials.plan_trial = plan
     begin(["--trials", "1", *words], out)
@@ -274,7 +274,7 @@ def test_an_orderly_stop_loses_no_step_and_its_bits_are_those_of_the_undisturbed
         (["nothing.py"], "there is no such file"),
         (["-n", "2,x", str(SCRIPT)], "-n takes numbers of ranks"),
         (["--kinds", "flood", str(SCRIPT)], "--kinds knows kill"),
-        (["--trials", "0", str(SCRIPT)], "count from 1"),
+        (["--trials", "0", str(SCRIPT)], "'0' is not a positive number"),
         (["-n", "1", "stepless.py"], "made fewer than two steps of a torch optimizer"),
         (["-n", "1", "raises.py"], "rank 0 exited with code 1: ZeroDivisionError"),
         (["-n", "1", "--timeout", "3", "hangs.py"], "the script hangs on 1 rank"),
@@ -338,7 +338,8 @@ def run_of(weights: list[float], rate: float = 0.1, before: list[float] | None =
     rows = zip(before or [0.0, *weights], weights, inputs or [""] * len(weights), strict=False)
     common = {"optimizer": 0, "rates": [rate], "rank": 0}
     return Run(
-        Start(1, None),
+        1,
+        None,
         steps=[common | {"before": [b], "weights": [w], "inputs": ord(i) if i else 0} for b, w, i in rows],
     )
 

@@ -27,8 +27,8 @@ from ddpkit.job import current_job
 from ddpkit.join import session
 from ddpkit.tools import cli, where
 from ddpkit.tools.where import Answer, ask, jobs_here
-from ddpkit.watch import links as monitor_tree
 from ddpkit.watch import messages, thread
+from ddpkit.watch import messages as monitor_tree
 from ddpkit.watch.messages import Activity, fold
 
 PATIENCE = 120.0  # seconds, which only a hang needs
@@ -244,9 +244,13 @@ def test_ranks_that_wait_in_different_calls_are_shown_long_before_the_time_is_up
 
 def wait_for_each_other(kind: str, folder: str) -> None:
     thread._LONG_WAIT, messages._LASTING = 2.0, 1.0
+    if kind == "slow barrier":  # each question to the store takes long, in ddpkit's own code
+        names = {"ask": session.StoreBarrier._is_complete, "sleep": time.sleep}
+        exec(compile("def slow(barrier): return [ask(barrier), sleep(0.1)][0]", session.__file__, "exec"), names)
+        session.StoreBarrier._is_complete = names["slow"]  # type: ignore[method-assign]
     with ddpkit.distributed(timeout=timedelta(minutes=9)):
         if ddpkit.is_main_process():
-            if kind == "barrier":
+            if "barrier" in kind:
                 ddpkit.barrier("main")
             else:
                 ddpkit.Checkpointer(folder).save(1, note=1)
@@ -261,13 +265,14 @@ def wait_for_each_other(kind: str, folder: str) -> None:
     [
         ("save", 2),
         ("mean", 3),
+        ("slow barrier", 3),
         *(pytest.param(*case, marks=pytest.mark.storm) for case in [("barrier", 2), ("barrier", 3), ("save", 3)]),
     ],
 )
 def test_ranks_of_which_none_can_continue_end_and_hear_a_guess(kind: str, world_size: int, tmp_path: Path) -> None:
     port = free_port()
     environments = [platform_env(rank, world_size, port) for rank in range(world_size)]
-    call = "barrier" if kind == "barrier" else "save"
+    call = "barrier" if "barrier" in kind else "save"
     for end in run(wait_for_each_other, environments, kind, str(tmp_path)):
         assert end.code == 1
         assert "MismatchError: The ranks wait for each other in different calls, so that none can" in end.output
@@ -317,7 +322,9 @@ def test_a_rank_whose_store_is_slow_is_left_alone() -> None:
 def test_equal_stacks_are_shown_once_and_the_silent_are_named() -> None:
     def at(rank: int, call: str, seconds: float) -> Activity:
         stack = ("train.py:8 main", f"{call}.py:1 {call}")
-        return Activity(rank, "node", 100 + rank, call, "train.py:8", seconds, {"batch": rank // 2}, "", stack)
+        return Activity(
+            rank, "node", 100 + rank, call, "train.py:8", seconds, {"batch": rank // 2}, "", 0.0, 0.0, stack
+        )
 
     activities = [at(rank, "all_reduce", 10.0 + rank) for rank in (3, 0, 1, 6)] + [at(2, "sleep", 0.3)]
     assert fold(activities, 8) == [
@@ -333,7 +340,7 @@ def test_equal_stacks_are_shown_once_and_the_silent_are_named() -> None:
 
 def test_ranks_below_one_that_does_not_answer_are_not_called_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor_tree, "CHILDREN", 1)
-    first = Activity(0, "node", 100, "step", "train.py:8", 0.0, {}, "", ())
+    first = Activity(0, "node", 100, "step", "train.py:8", 0.0, {}, "", 0.0, 0.0, ())
     assert fold([first], 4)[1:] == [
         "rank 1: no answer; it has left, is stopped, or is in a C call that holds the interpreter",
         "ranks 2-3: not reached: ranks on the way from rank 0 do not answer",

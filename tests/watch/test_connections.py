@@ -81,7 +81,7 @@ def closes(hub: Hub, wire: socket.socket, seconds: float = PATIENCE) -> bool:
 
 def test_ranks_are_heard_by_their_numbers_and_an_end_is_an_event(hub: Hub) -> None:
     with contextlib.closing(hub.join(1)) as one, contextlib.closing(hub.join(2)) as two:
-        assert hub.connections.full.is_set() and hub.connections.absent() == []
+        assert hub.connections.is_full and hub.connections.absent() == []
         one.post(encode(left=1))
         assert hub.hear() == [Event(1, Message(left=1))]
         hub.connections.post(encode(left=1), exclude=1)
@@ -152,7 +152,7 @@ def test_the_last_byte_of_a_process_that_ends_is_its_exit_code(hub: Hub, code: i
     one.post(encode(exiting=1))
     if not at_once:
         assert hub.hear() == [Event(1, Message(exiting=1))]
-    (descriptor,) = one.give_away()
+    (descriptor,) = one.detach()
     with socket.socket(fileno=descriptor) as wire:
         wire.send(bytes([code]))
     heard = hub.hear(3 if at_once else 2)
@@ -205,7 +205,7 @@ def test_a_flood_of_strangers_keeps_no_rank_out(hub: Hub) -> None:
         stack.enter_context(contextlib.closing(hub.join(1)))
         stack.enter_context(contextlib.closing(hub.join(2)))
         hub.connections.poll(0.0)
-        assert hub.connections.full.is_set()
+        assert hub.connections.is_full
         assert len(list(Path("/proc/self/fd").iterdir())) < before + 80, "of 300 strangers a few are let wait"
 
 
@@ -221,7 +221,7 @@ def test_a_peer_that_does_not_read_keeps_nobody_waiting(hub: Hub) -> None:
         while len(heard) < 10:
             hub.connections.poll(0.01)
             heard += two.poll(0.01)
-        hub.connections.settle(0.1)  # returns although the other does not read
+        hub.connections.flush(0.1)  # returns although the other does not read
         received = b""
         deaf.settimeout(0.01)
         while received.count(b"\n") < 10:
@@ -236,7 +236,7 @@ def test_last_words_arrive_however_long_they_are(hub: Hub) -> None:
     with contextlib.closing(hub.join(1)) as one:
         for _ in range(10):
             one.post(line)
-        leaving = threading.Thread(target=lambda: list(one.part(PATIENCE)))
+        leaving = threading.Thread(target=lambda: list(one.shutdown(PATIENCE)))
         leaving.start()
         heard = hub.hear()
         while heard[-1].message is not None:

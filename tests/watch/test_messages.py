@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 
 from ddpkit.join.failures import Failure
 from ddpkit.parsing import encode
-from ddpkit.watch.messages import LONGEST, Lines, Message, Steps, parse, shows_token
-from ddpkit.watch.stop_agreement import StopDecision, StopRequest
+from ddpkit.watch.messages import LONGEST, Lines, Message, Steps, StopRequest, parse, shows_token
 
 WORLD_SIZE = 4
 FAILURE = Failure.of(1, ValueError("boom"))
 FIELDS = asdict(FAILURE)
-REQUEST = {"rank": 2, "host": "node2", "reason": "got SIGTERM", "signal": 15}
-DECISION = {"step": 7, "request": REQUEST}
+REQUEST = {"rank": 2, "host": "node2", "reason": "got SIGTERM", "signal": 15, "step": 0}
+DECISION = REQUEST | {"step": 7}
 STEPS = {"rank": 1, "number": 6}
 BAD_RANKS = ["1", True, None, -2, 4, 99, 1.0, 10**30, [1], {}, float("nan"), float("inf")]
 values = st.recursive(
@@ -58,18 +57,13 @@ def believable(message: Message | None) -> bool:
 
 
 def believable_stop(message: Message) -> bool:
-    if type(message.asks_steps) is not bool:
+    if message.asks_steps not in (None, True):
         return False
     if message.steps is not None and not (0 <= message.steps.rank < WORLD_SIZE and type(message.steps.number) is int):
         return False
-    requests = [message.wants_stop] if message.wants_stop else []
-    if message.stop is not None:
-        requests.append(message.stop.request)
-        if type(message.stop.step) is not int:
-            return False
-    for request in requests:
-        kinds = [type(request.rank), type(request.host), type(request.reason), type(request.signal)]
-        if kinds != [int, str, str, int] or not 0 <= request.rank < WORLD_SIZE:
+    for request in filter(None, [message.wants_stop, message.stop]):
+        kinds = list(map(type, asdict(request).values()))
+        if kinds != [int, str, str, int, int] or not 0 <= request.rank < WORLD_SIZE:
             return False
     return True
 
@@ -174,11 +168,11 @@ def test_what_is_said_of_a_stop_arrives_as_it_was_sent() -> None:
     assert message.steps == Steps(**STEPS)
     message = parse(encode(stop=DECISION), WORLD_SIZE)
     assert message is not None
-    assert message.stop == StopDecision(7, StopRequest(**REQUEST))
+    assert message.stop == StopRequest(**DECISION)
 
 
 @pytest.mark.parametrize("rank", BAD_RANKS, ids=str)
 def test_a_stop_is_of_a_rank_that_there_is(rank: object) -> None:
     assert parse(encode(wants_stop=REQUEST | {"rank": rank}), WORLD_SIZE) is None
     assert parse(encode(steps=STEPS | {"rank": rank}), WORLD_SIZE) is None
-    assert parse(encode(stop=DECISION | {"request": REQUEST | {"rank": rank}}), WORLD_SIZE) is None
+    assert parse(encode(stop=DECISION | {"rank": rank}), WORLD_SIZE) is None

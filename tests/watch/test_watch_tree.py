@@ -12,8 +12,8 @@ from test_watch import SOON, freed_after, start
 
 import ddpkit
 from ddpkit.job import current_job
-from ddpkit.watch import links as monitor_tree
-from ddpkit.watch.links import children_of, is_below, parent_of
+from ddpkit.watch import messages as monitor_tree
+from ddpkit.watch.messages import children_of, is_below, parent_of
 
 
 @given(st.integers(1, 20_000))

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.join import Join
 
 from ...collectives import ops
-from ...collectives.tree import leaves_of
+from ...collectives.tree import Tree
 from ...job.job import Peers, group_of
 from ..recorder import Function, before, current, guarded, replace, small_hashes
 from . import observed
@@ -97,7 +97,7 @@ class Collectives:
     def _note_mean(self, value: Any, op: str, weight: Any, check: bool, peers: Peers | None) -> None:
         """Tell a mean of ddpkit without weight, which sends no tensor that shows it."""
         if op == "mean" and weight is None and current().is_main:
-            leaves = [torch.as_tensor(leaf) for leaf in leaves_of(value).values()]
+            leaves = [torch.as_tensor(leaf) for leaf in Tree(value).leaves().values()]
             values = [float(leaf) for leaf in leaves if leaf.numel() == 1]
             group = _name_of(group_of(peers))
             seen = Collective("all_reduce", group, stack(4), "AVG", values=values[:_SMALL])

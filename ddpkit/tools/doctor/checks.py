@@ -5,24 +5,28 @@ from __future__ import annotations
 import errno
 import ipaddress
 import os
+import platform
 import shutil
 import socket
+import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy
 import torch
+import torch.distributed as dist
 
 from ... import LaunchError, all_reduce_mean, distributed, get_device, get_rank, get_world_size
 from ...collectives.differences import differing_parts
-from ...job.device import MASKS, choose_device, default_backend
+from ...job.device import MASKS, choose_device, count_accelerators, default_backend
 from ...job.lifecycle import check_torch
 from ...join.members import usable_cores
 from ...join.sockets import LOOPBACKS
 from ...launch import environment
 from ..cli import count, table
-from .report import Check, installed
 
 _GIB = 1 << 30
 _DRIVERS = {"/proc/driver/nvidia/version": "an NVIDIA", "/dev/kfd": "an AMD"}
@@ -32,9 +36,41 @@ _COLUMNS = ("rank", "host", "pid", "node_rank", "local_rank", "device")
 _BLOCK = 1 << 18  # float32 elements, 1 MiB: they pass in packets of full size
 
 
+class Check(NamedTuple):
+    """The result of one check, which is one line of the report.
+
+    Attributes:
+        status: "ok", "skipped", "warning" or "failed".
+        found: The finding, in one sentence.
+        remedy: Advice; "" where there is nothing to do.
+        details: More lines of the finding.
+    """
+
+    status: str
+    found: str
+    remedy: str = ""
+    details: Sequence[str] = ()
+
+
 def set_variables(*names: str) -> str:
     """Write those of these environment variables that are set, as "A=1, B=2"."""
     return ", ".join(f"{name}={os.environ[name]}" for name in names if os.environ.get(name))
+
+
+def installed() -> dict[str, str]:
+    """List by name the versions that must be the same on every rank."""
+    found = {
+        "ddpkit": str(sys.modules["ddpkit"].__version__),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+    }
+    if torch.version.cuda:
+        found["CUDA"] = torch.version.cuda
+    if dist.is_nccl_available():
+        numbers = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        found["NCCL"] = ".".join(map(str, numbers))
+    return found
 
 
 def versions() -> Check:
@@ -43,8 +79,8 @@ def versions() -> Check:
     try:
         check_torch()
     except LaunchError as error:
-        return Check("versions", "failed", f"{error} ({found})", "pip install --upgrade torch")
-    return Check("versions", "ok", found)
+        return Check("failed", f"{error} ({found})", "pip install --upgrade torch")
+    return Check("ok", found)
 
 
 def devices(look_inside: bool) -> Check:
@@ -53,43 +89,43 @@ def devices(look_inside: bool) -> Check:
     Args:
         look_inside: Open each, and read its free memory.
     """
-    current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if current is None:
+    number = count_accelerators()
+    if not number:
         return _no_accelerator()
-    number = int(getattr(torch, current.type).device_count())
+    first = choose_device(None, 0, number)
     status, remedy = "ok", ""
     lines: list[str] = []
     for local_rank in range(number):
         device = choose_device(None, local_rank, number)
         line = f"local rank {local_rank} -> {device}"
-        if look_inside and current.type == "cuda":
+        if look_inside and first.type == "cuda":
             try:
                 free, total = torch.cuda.mem_get_info(device)
             except RuntimeError as error:
                 found = f"{device} cannot be used: {str(error).splitlines()[0]}"
-                return Check("devices", "failed", found, f"{_BUSY_DEVICE} It may need a reset.", lines)
+                return Check("failed", found, f"{_BUSY_DEVICE} It may need a reset.", lines)
             line += f" ({torch.cuda.get_device_name(device)}), {free / _GIB:.0f} of {total / _GIB:.0f} GiB free"
             if free < 0.8 * total:
                 line += ": in use by another process"
                 status, remedy = "warning", _BUSY_DEVICE
         lines.append(line)
-    backend = default_backend(torch.device(current.type, 0), shared=False)
-    found = f"{number} x {current.type}, backend {backend}; {set_variables(*MASKS) or 'no device is hidden'}"
-    return Check("devices", status, found, remedy, lines)
+    backend = default_backend(first, shared=False)
+    found = f"{number} x {first.type}, backend {backend}; {set_variables(*MASKS) or 'no device is hidden'}"
+    return Check(status, found, remedy, lines)
 
 
 def _no_accelerator() -> Check:
     found = "no accelerator: every rank computes on the CPU, backend gloo"
     drivers = [name for path, name in _DRIVERS.items() if Path(path).exists()]
     if not drivers:
-        return Check("devices", "ok", found)
+        return Check("ok", found)
     hidden = set_variables(*MASKS)
     remedy = "Compare the driver with the versions above (nvidia-smi)."
     if not torch.version.cuda and not torch.version.hip:
         remedy = f"This torch is built for the CPU only: install a build for the GPU from {_GET_TORCH}."
     elif hidden:
         remedy = f"Unset it to use them: {hidden}."
-    return Check("devices", "warning", f"{found}, although {drivers[0]} driver is loaded", remedy)
+    return Check("warning", f"{found}, although {drivers[0]} driver is loaded", remedy)
 
 
 def shared_memory() -> Check:
@@ -97,11 +133,11 @@ def shared_memory() -> Check:
     usage = shutil.disk_usage("/dev/shm")
     found = f"/dev/shm: {usage.free / _GIB:.2f} of {usage.total / _GIB:.2f} GiB free"
     if usage.free >= _GIB:
-        return Check("shm", "ok", found)
+        return Check("ok", found)
     remedy = "Delete what ended jobs left there (ls -l /dev/shm)."
     if usage.total < _GIB:
         remedy = "docker run --shm-size=8g (or --ipc=host); in Kubernetes mount an emptyDir of medium Memory there."
-    return Check("shm", "warning", f"{found}: loader workers may die with a bus error", remedy)
+    return Check("warning", f"{found}: loader workers may die with a bus error", remedy)
 
 
 def cores() -> Check:
@@ -114,11 +150,11 @@ def cores() -> Check:
     found = f"{usable} of {total} cores, {limit}; {threads or 'OMP_NUM_THREADS is not set'}"
     if quota and quota < usable and not threads:
         remedy = f"Threads beyond {quota:g} only wait: set OMP_NUM_THREADS to {max(1, int(quota))} / ranks on the node."
-        return Check("cores", "warning", found, remedy)
+        return Check("warning", found, remedy)
     if usable == 1 < total:
         remedy = "The launcher bound it: mpirun --bind-to none, or srun --cpus-per-task=N."
-        return Check("cores", "warning", f"{found}: tied to one core", remedy)
-    return Check("cores", "ok", found)
+        return Check("warning", f"{found}: tied to one core", remedy)
+    return Check("ok", found)
 
 
 def cpu_quota(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> float | None:
@@ -142,13 +178,15 @@ def interface() -> Check:
             socket.create_connection(server.getsockname(), 5).close()
     except OSError as error:
         found = f"processes here cannot connect to 127.0.0.1: {error}"
-        return Check("interface", "failed", found, "Bring the loopback interface up: ip link set lo up")
+        return Check("failed", found, "Bring the loopback interface up: ip link set lo up")
     named = os.environ.get("GLOO_SOCKET_IFNAME", "")
     missing = [name for name in named.split(",") if name and name not in here]
     if missing:
-        found = f"GLOO_SOCKET_IFNAME={named}, but there is no {', '.join(missing)}; "
-        found += f"the interfaces of {host} are {', '.join(here)}"
-        return Check("interface", "failed", found, "Name one that every node has, or unset the variable.")
+        found = (
+            f"GLOO_SOCKET_IFNAME={named}, but there is no {', '.join(missing)}; "
+            f"the interfaces of {host} are {', '.join(here)}"
+        )
+        return Check("failed", found, "Name one that every node has, or unset the variable.")
     if named:
         found = f"gloo uses {named} (GLOO_SOCKET_IFNAME)"
         is_reachable = named.split(",")[0] not in LOOPBACKS
@@ -158,12 +196,14 @@ def interface() -> Check:
         own = next(filter(is_local, addresses), "127.0.0.1")
         is_reachable = not ipaddress.ip_address(own.partition("%")[0]).is_loopback
     if is_reachable:
-        return Check("interface", "ok", found)
+        return Check("ok", found)
     others = " or ".join(name for name in here if name not in LOOPBACKS) or "<interface>"
-    remedy = f"For jobs on several nodes, on each: export GLOO_SOCKET_IFNAME={others} (or give {host} its own "
-    remedy += f"address in /etc/hosts). Where other nodes cannot resolve {host}, torchrun hangs: give it "
-    remedy += "--local-addr=<address of its node>."
-    return Check("interface", "warning", f"{found}, but other nodes cannot reach it", remedy)
+    remedy = (
+        f"For jobs on several nodes, on each: export GLOO_SOCKET_IFNAME={others} (or give {host} its own "
+        f"address in /etc/hosts). Where other nodes cannot resolve {host}, torchrun hangs: give it "
+        "--local-addr=<address of its node>."
+    )
+    return Check("warning", f"{found}, but other nodes cannot reach it", remedy)
 
 
 def resolve(name: str) -> list[str]:
@@ -197,19 +237,19 @@ def ports(port: int | None, checks_if_free: bool) -> Check:
     named = environment.port(text)
     if port is None and text and not named:
         remedy = "Set it to a number from 1 to 65535."
-        return Check("ports", "failed", f"MASTER_PORT={text} is no port", remedy)
+        return Check("failed", f"MASTER_PORT={text} is no port", remedy)
     number = port or named or _DEFAULT_PORT
     found = f"the port of this launch {number}" if port else f"torch's default port {number}"
     if text:
         found = f"MASTER_PORT {number}"
     if not checks_if_free:
-        return Check("ports", "ok", f"{found}; only rank 0 needs it to be free")
+        return Check("ok", f"{found}; only rank 0 needs it to be free")
     reason = _explain_not_free(number)
     if not reason:
-        return Check("ports", "ok", f"{found} is free")
+        return Check("ok", f"{found} is free")
     remedy = "End it, or give this job another port: export MASTER_PORT=... (torchrun: --master-port, --standalone)."
     status = "failed" if text or port else "warning"
-    return Check("ports", status, f"{found} is not free: {reason}", remedy)
+    return Check(status, f"{found} is not free: {reason}", remedy)
 
 
 def _explain_not_free(port: int) -> str:
@@ -253,9 +293,9 @@ def _listening_inodes(port: int) -> set[str]:
 # Check a job on several ranks: values, versions, and where each rank is.
 
 
-def two_ranks(backend: str | None, device: str | None, seconds: float) -> Check:
+def two_ranks(backend: str | None, device: str | None, timeout: timedelta) -> Check:
     """Join a job and run the check for which two processes on one machine suffice."""
-    with distributed(backend=backend, device=device, timeout=timedelta(seconds=seconds)):
+    with distributed(backend=backend, device=device, timeout=timeout):
         return mean()
 
 
@@ -270,10 +310,10 @@ def mean() -> Check:
     wrong = int((block != ramp + expected).sum())
     if number == expected and not wrong:
         found = f"the mean of the ranks' numbers is {number:g}, and that of 1 MiB is right"
-        return Check("mean", "ok", found)
+        return Check("ok", found)
     found = f"the mean of 0 to {world_size - 1} came out as {number:g}, and {wrong} of {_BLOCK} elements are wrong"
     remedy = "Run again with --backend gloo: if that is right, the accelerators' links or driver give wrong values."
-    return Check("mean", "failed", found, remedy)
+    return Check("failed", found, remedy)
 
 
 def roll_call(records: list[dict[str, Any]]) -> Check:
@@ -282,7 +322,7 @@ def roll_call(records: list[dict[str, Any]]) -> Check:
     rows = [[record[name] for name in _COLUMNS] for record in records]
     hosts = {record["host"] for record in records}
     found = f"{count(len(records), 'rank')} on {count(len(hosts), 'host')}"
-    return Check("ranks", "ok", found, "", table(header, rows))
+    return Check("ok", found, "", table(header, rows))
 
 
 def same_versions(records: list[dict[str, Any]]) -> Check:
@@ -291,8 +331,8 @@ def same_versions(records: list[dict[str, Any]]) -> Check:
     different = differing_parts(versions)
     if not different:
         names = ", ".join(records[0]["versions"])
-        return Check("same versions", "ok", f"{names} are the same on every rank")
+        return Check("ok", f"{names} are the same on every rank")
     found = f"the ranks differ in {', '.join(different)}"
     remedy = "Install the same on every node, or start all ranks from one environment or image."
     details = [f"{name}: {numbers}" for name, numbers in different.items()]
-    return Check("same versions", "failed", found, remedy, details)
+    return Check("failed", found, remedy, details)

@@ -13,11 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..cli import announce, count, paint, show
-from ..ranks import Script, add_script, exit_when_terminated
+from ..cli import checked_by, count, paint, positive, positive_seconds, show
+from ..ranks import add_script, exit_when_terminated
 from .rank import KINDS
-from .runs import FOLDER, Options, Run
-from .trials import Difference, Rehearsal, Trial, UnfitScriptError
+from .trials import FOLDER, Difference, Rehearsal, Run, Trial, UnfitScriptError
 
 # Print how the trials went, for people or as JSON.
 
@@ -31,10 +30,10 @@ def render_undisturbed(rehearsal: Rehearsal) -> str:
     if rehearsal.reference is None:
         reason = next(iter(rehearsal.excluded.values()))
         return f"{line}; two undisturbed runs differ ({reason}), so nothing can be compared. Is a seed missing?"
-    apart = "equal"
+    distance = "equal"
     if rehearsal.reference.distance:
-        apart = f"at most {rehearsal.reference.distance:.2g} of a step apart"
-    lines = [f"{line}; weights of undisturbed runs {apart}"]
+        distance = f"at most {rehearsal.reference.distance:.2g} of a step apart"
+    lines = [f"{line}; weights of undisturbed runs {distance}"]
     for ranks, reason in rehearsal.excluded.items():
         lines.append(f"             not compared: runs on {count(ranks, 'rank')} differ ({reason})")
     return "\n".join(lines)
@@ -43,7 +42,7 @@ def render_undisturbed(rehearsal: Rehearsal) -> str:
 def render_trial(trial: Trial) -> str:
     """Write how a trial went."""
     verdict = paint("wrong", "red") if trial.wrong else paint("ok   ", "green")
-    lines = [f"{count(run.start.ranks, 'rank'):<8} {_describe(run)}" for run in trial.runs]
+    lines = [f"{count(run.ranks, 'rank'):<8} {_describe(run)}" for run in trial.runs]
     lines += [paint(text, "red") for text in trial.wrong]
     if not trial.wrong:
         lines.append(_describe_files(trial.difference))
@@ -54,18 +53,17 @@ def render_trial(trial: Trial) -> str:
 def _describe(run: Run) -> str:
     """Say which steps a start has made, and what happened to it: the event, where that is not a step."""
     text = count(len(run.steps), "step")
-    if run.alignment:
-        stretches = ", ".join(f"{first}-{last}" for first, last in run.alignment.stretches)
-        text = f"steps {stretches}" if stretches else "no step"
-    disturbance = run.start.disturbance
+    if run.stretches is not None:
+        text = f"steps {', '.join(f'{first}-{last}' for first, last in run.stretches)}" if run.stretches else "no step"
+    disturbance = run.disturbance
     if disturbance is None:
         return text
     if not run.is_disturbed:
         return f"{text}; it ended before it was disturbed"
     text += f"; {KINDS[disturbance.kind].format(rank=disturbance.rank)}"
-    if run.disturbed:
+    if run.event:
         moment = f" {disturbance.delay:.2f} s after" if disturbance.delay else " before"
-        text += f"{moment} '{run.disturbed}'"
+        text += f"{moment} '{run.event}'"
     return f"{text}; all had ended {run.waited:.1f} s later"
 
 
@@ -94,18 +92,17 @@ def render_end(rehearsal: Rehearsal, trials: list[Trial]) -> str:
 
 def never_resumes(trials: list[Trial]) -> bool:
     """Return whether starts were needed after the first ones, and each began anew."""
-    runs = [run for trial in trials for run in trial.runs[1:]]
-    first = [run.alignment.stretches[0][0] for run in runs if run.alignment and run.alignment.stretches]
+    first = [run.stretches[0][0] for trial in trials for run in trial.runs[1:] if run.stretches]
     return len(first) >= _FEWEST and set(first) == {1}
 
 
-def as_json(script: str, seed: int, rehearsal: Rehearsal, trials: list[Trial]) -> str:
+def as_json(args: argparse.Namespace, rehearsal: Rehearsal, trials: list[Trial]) -> str:
     """Write the report as one JSON object."""
     reference = rehearsal.reference
-    report: dict[str, Any] = {
+    report = {
         "schema": SCHEMA,
-        "script": script,
-        "seed": seed,
+        "script": args.script,
+        "seed": args.seed,
         "steps": rehearsal.length,
         "distance": None if reference is None else reference.distance,
         "excluded": rehearsal.excluded,
@@ -115,17 +112,22 @@ def as_json(script: str, seed: int, rehearsal: Rehearsal, trials: list[Trial]) -
 
 
 def _trial_as_json(trial: Trial) -> dict[str, Any]:
-    told = {"number": trial.number, "wrong": trial.wrong, "notes": trial.notes}
-    return {**told, "starts": [_run_as_json(run) for run in trial.runs], "files": asdict(trial.difference)}
+    return {
+        "number": trial.number,
+        "wrong": trial.wrong,
+        "notes": trial.notes,
+        "starts": [_run_as_json(run) for run in trial.runs],
+        "files": asdict(trial.difference),
+    }
 
 
 def _run_as_json(run: Run) -> dict[str, Any]:
     return {
-        "ranks": run.start.ranks,
-        "disturbance": asdict(run.start.disturbance) if run.start.disturbance else None,
+        "ranks": run.ranks,
+        "disturbance": run.disturbance and asdict(run.disturbance),
         "is_disturbed": run.is_disturbed,
-        "event": run.disturbed,
-        "steps": run.alignment.stretches if run.alignment else len(run.steps),
+        "event": run.event,
+        "steps": len(run.steps) if run.stretches is None else run.stretches,
         "ends": run.ends,
         "waited": round(run.waited, 3),
     }
@@ -138,17 +140,42 @@ _TRIALS = 4  # each kind once
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add = parser.add_argument
-    add("-n", "--ranks", default="2,3", metavar="N,N", help="numbers of processes between which it changes (2,3)")
-    add("--trials", type=int, default=_TRIALS, metavar="N", help=f"runs that are disturbed ({_TRIALS})")
+    between = "numbers of processes between which it changes (2,3)"
+    add("-n", "--ranks", type=_numbers, default="2,3", metavar="N,N", help=between)
+    add("--trials", type=positive, default=_TRIALS, metavar="N", help=f"runs that are disturbed ({_TRIALS})")
     add("--seed", type=int, default=0, metavar="N", help="of the disturbances (0)")
-    add("--only", type=int, metavar="N", help="repeat this trial alone")
+    add("--only", type=positive, metavar="N", help="repeat this trial alone")
     kinds = ",".join(KINDS)
-    add("--kinds", default=kinds, metavar="KIND,KIND", help=f"of disturbances ({kinds})")
-    add("--again", default="", metavar="ARGS", help="more arguments of the script when started again")
+    add("--kinds", type=_kinds, default=kinds, metavar="KIND,KIND", help=f"of disturbances ({kinds})")
+    more = "more arguments of the script when started again"
+    add("--again", type=checked_by(shlex.split), default="", metavar="ARGS", help=more)
     add("--exact", action="store_true", help="the tensors in its files must be equal bit for bit")
-    add("--grace", type=float, default=30.0, metavar="SECONDS", help="in which all ranks must end once one has (30)")
-    add("--keep", type=Path, metavar="FOLDER", help="keep the files of undisturbed runs and of those that went wrong")
+    bound = "in which all ranks must end once one has (30)"
+    add("--grace", type=positive_seconds, default=30.0, metavar="SECONDS", help=bound)
+    kept = "keep the files of undisturbed runs and of those that went wrong"
+    add("--keep", type=_new_folder, metavar="FOLDER", help=kept)
     add_script(parser, f", and {FOLDER} in it is each run's own folder")
+
+
+def _numbers(text: str) -> list[int]:
+    if not all(re.fullmatch("[1-9][0-9]*", number) for number in text.split(",")):
+        raise argparse.ArgumentTypeError(f"-n takes numbers of ranks such as 2,3, not {text}.")
+    return list(dict.fromkeys(map(int, text.split(","))))
+
+
+def _kinds(text: str) -> list[str]:
+    kinds = text.split(",")
+    unknown = set(kinds) - set(KINDS)
+    if unknown:
+        raise argparse.ArgumentTypeError(f"--kinds knows {', '.join(KINDS)}, not {', '.join(sorted(unknown))}.")
+    return kinds
+
+
+def _new_folder(text: str) -> Path:
+    folder = Path(text)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise argparse.ArgumentTypeError(f"--keep takes an empty or new folder; {text} holds something.")
+    return folder
 
 
 def run(args: argparse.Namespace) -> int:
@@ -157,60 +184,26 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         The exit code: 1 if a trial went wrong; 2 if the script could not be rehearsed, or compared; else 0.
     """
-    refusal = _refuse(args)
-    if refusal:
-        show(f"ddpkit rehearse: {refusal}", on_stderr=True)
-        return _BAD_SCRIPT
     exit_when_terminated()
     folder = args.keep or Path(tempfile.mkdtemp(prefix="ddpkit-rehearse-"))
     try:
         return _rehearse(args, folder.resolve())
     except UnfitScriptError as error:
-        show("\n    ".join([f"ddpkit rehearse: {error}", *error.output]), on_stderr=True)
+        show("\n    ".join(["ddpkit rehearse: " + error.args[0], *error.args[1:]]), on_stderr=True)
         return _BAD_SCRIPT
     finally:
         if args.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _refuse(args: argparse.Namespace) -> str:
-    """Say what is wrong with the arguments, "" if nothing is."""
-    if not args.module and not os.path.isfile(args.script):
-        return f"{args.script}: there is no such file."
-    if not all(re.fullmatch("[1-9][0-9]*", number) for number in args.ranks.split(",")):
-        return f"-n takes numbers of ranks such as 2,3, not {args.ranks}."
-    try:
-        shlex.split(args.again)
-    except ValueError as error:
-        return f"--again: {error}."
-    unknown = set(args.kinds.split(",")) - set(KINDS)
-    if unknown:
-        return f"--kinds knows {', '.join(KINDS)}, not {', '.join(sorted(unknown))}."
-    if min(args.trials, args.only or 1) < 1 or args.grace <= 0:
-        return "--trials and --only count from 1; --grace must be positive."
-    if args.keep and args.keep.exists() and (not args.keep.is_dir() or any(args.keep.iterdir())):
-        return f"--keep takes an empty or new folder; {args.keep} holds something."
-    return ""
-
-
 def _rehearse(args: argparse.Namespace, folder: Path) -> int:
+    if not args.module and not os.path.isfile(args.script):
+        raise UnfitScriptError(f"{args.script}: there is no such file.")
     folder.mkdir(parents=True, exist_ok=True)
-    path = args.script if args.module else os.path.abspath(args.script)
-    options = Options(
-        script=Script(path, args.arguments, args.module),
-        again=shlex.split(args.again),
-        ranks=list(dict.fromkeys(map(int, args.ranks.split(",")))),
-        kinds=args.kinds.split(","),
-        seed=args.seed,
-        exact=args.exact,
-        silence=args.timeout,
-        grace=args.grace,
-        device=args.device,
-    )
-    rehearsal = Rehearsal(options, folder, announce)
+    rehearsal = Rehearsal(args, folder)
     rehearsal.run_undisturbed()
     if not args.json:
-        ranks = ", ".join(map(str, options.ranks))
+        ranks = ", ".join(map(str, args.ranks))
         show(paint(f"ddpkit rehearse: {args.script} on {ranks} ranks, seed {args.seed}", "bold"))
         show(render_undisturbed(rehearsal))
     trials: list[Trial] = []
@@ -219,7 +212,7 @@ def _rehearse(args: argparse.Namespace, folder: Path) -> int:
         if not args.json:
             show(render_trial(trials[-1]))
     if args.json:
-        print(as_json(args.script, args.seed, rehearsal, trials))
+        print(as_json(args, rehearsal, trials))
     else:
         show(render_end(rehearsal, trials))
     has_failed = any(trial.wrong for trial in trials) or never_resumes(trials)

@@ -1,16 +1,15 @@
-"""Be one rank of a rehearsal: run the script, tell its steps, and disturb it at the moment that was drawn."""
+"""Be one rank of a rehearsal: run the script, record its steps, and disturb it at the moment that was drawn."""
 
 from __future__ import annotations
 
 import atexit
-import functools
+import itertools
 import os
-import random
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..ranks import Script, describe, run_script, use_gloo_without_gpus
-from ..recorder import Record, Recorder, before, content, parameters_of, whole
-
-# Draw the disturbances of a trial from its seed.
+from ..recorder import Recorder, before, content, parameters_of, replace, whole
 
 KINDS = {  # and what is said of it
     "kill": "rank {rank} was killed",
@@ -33,11 +30,7 @@ KINDS = {  # and what is said of it
     "terminate": "rank {rank} got SIGTERM",
     "terminate-all": "all ranks got SIGTERM",
 }
-_TWICE = 0.3  # share of the trials that are disturbed a second time
-_LATE = 0.5  # share of the disturbances that come some time after an event, not at it
-_LONGEST = 5.0  # seconds
-
-RankEvents = dict[int, list[Record]]  # of an undisturbed run, by rank
+Note = Callable[[str], None]  # takes what happens: a "step", "write last.pt"
 
 
 @dataclass(frozen=True)
@@ -57,67 +50,6 @@ class Disturbance:
     delay: float
 
 
-@dataclass(frozen=True)
-class Start:
-    """One start of the script.
-
-    Attributes:
-        ranks: How many.
-        disturbance: What happens meanwhile; None for nothing.
-    """
-
-    ranks: int
-    disturbance: Disturbance | None
-
-
-def plan_trial(seed: int, number: int, kinds: Sequence[str], undisturbed: dict[int, RankEvents]) -> list[Start]:
-    """Draw the starts of a trial, the last of which is not disturbed.
-
-    Args:
-        seed: Of all trials.
-        number: Of this trial, counted from 1; the kinds take turns, and so do changes of files and other moments.
-        kinds: The kinds of disturbances.
-        undisturbed: The events of undisturbed runs, by their number of ranks.
-    """
-    generator = random.Random(f"{seed} {number}")
-    turns, which = divmod(number - 1, len(kinds))
-    kind = kinds[which]
-    ranks = generator.choice(list(undisturbed))
-    starts: list[Start] = []
-    while True:
-        starts.append(Start(ranks, _draw(generator, kind, undisturbed[ranks], (turns + which + len(starts)) % 2 == 0)))
-        if others := [number for number in undisturbed if number != ranks]:
-            ranks = generator.choice(others)
-        if len(starts) > 1 or generator.random() >= _TWICE:
-            return [*starts, Start(ranks, None)]
-        kind = generator.choice(kinds)
-
-
-def _draw(generator: random.Random, kind: str, events: RankEvents, at_change: bool) -> Disturbance:
-    """Draw a moment of an undisturbed run: one at which a file is about to be changed, or else far from these.
-
-    Far from them is a step that no change follows, as one does at the end of an epoch: later in the run than the first
-    change, for before there is nothing to resume from.
-    """
-    moments = []
-    for rank, records in events.items():
-        moments += [(rank, number) for number in range(len(records) - 1)]  # the last is the end
-    changes = [moment for moment in moments if _is_change(events, *moment)]
-    first = min((events[rank][number]["time"] for rank, number in changes), default=0.0)
-    late = [(rank, number) for rank, number in moments if events[rank][number]["time"] > first]
-    between = [(r, n) for r, n in late if not _is_change(events, r, n) and not _is_change(events, r, n + 1)]
-    rank, number = generator.choice((changes if at_change else between) or moments)
-    delay = 0.0
-    if generator.random() < _LATE:
-        gap = events[rank][number + 1]["time"] - events[rank][number]["time"]
-        delay = generator.uniform(0, min(gap, _LONGEST))
-    return Disturbance(kind, rank, number, delay)
-
-
-def _is_change(events: RankEvents, rank: int, number: int) -> bool:
-    return events[rank][number]["what"] not in ("start", "step", "end")
-
-
 _ELEMENTS = 256  # of all weights of an optimizer that are recorded after a step, and at least one of each tensor
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")
@@ -134,7 +66,7 @@ def be_rank(
         folder: The folder in which it saves.
         is_inside: Whether it runs in that folder.
         disturbance: What will happen to the ranks; None for nothing.
-        recorder: Tells what the script does.
+        recorder: Records what the script does.
         control: Not read.
 
     Returns:
@@ -143,13 +75,13 @@ def be_rank(
     if is_inside:
         os.chdir(folder)
     use_gloo_without_gpus()
-    events = Events(recorder, disturbance)
-    Changes(events, folder).install()
-    observe_steps(recorder, events)
-    events.note("start")
+    note = count_events(recorder, disturbance)
+    observe_changes(folder, note)
+    observe_steps(recorder, note)
+    note("start")
     code, failure = run_script(script)
     _leave()
-    events.note("end")
+    note("end")
     recorder.tell("end", error=describe(failure))
     return code
 
@@ -162,93 +94,72 @@ def _leave() -> None:
     sys.stderr.flush()
 
 
-class Events:
-    """Counts this rank's events, tells them, and lets the disturbance happen at its own.
+def count_events(recorder: Recorder, disturbance: Disturbance | None) -> Note:
+    """Return a function that records an event of this rank, and lets the disturbance happen at its own."""
+    numbers = itertools.count()
+    rank = int(os.environ["RANK"])
 
-    Args:
-        recorder: Tells them.
-        disturbance: What happens to the ranks; None for nothing.
-    """
-
-    def __init__(self, recorder: Recorder, disturbance: Disturbance | None) -> None:
-        self._recorder = recorder
-        self._disturbance = None
-        if disturbance is not None and disturbance.rank == int(os.environ["RANK"]):
-            self._disturbance = disturbance
-        self._number = 0
-
-    def note(self, what: str) -> None:
-        """Count an event, in this process and not in those that it has forked."""
-        if not self._recorder.is_main:
-            return
-        self._recorder.tell("event", what=what, time=time.monotonic())
-        number = self._number
-        self._number += 1
-        disturbance = self._disturbance
-        if disturbance is None or disturbance.event != number:
-            return
-        if not disturbance.delay:
-            self._disturb(disturbance.kind, what)
-            return
-        timer = threading.Timer(disturbance.delay, self._disturb, [disturbance.kind, what])
-        timer.daemon = True
-        timer.start()
-
-    def _disturb(self, kind: str, what: str) -> None:
+    def disturb(kind: str, what: str, delay: float) -> None:
         """Send this process its signal; the parent sends those to all ranks."""
-        self._recorder.tell("disturbed", what=what)
-        if kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif kind == "terminate":
-            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(delay)
+        recorder.tell("disturbed", what=what)
+        if not kind.endswith("-all"):
+            os.kill(os.getpid(), signal_of(kind))
         elif kind == "kill-all":
             time.sleep(_KILLED)
 
+    def note(what: str) -> None:
+        if not recorder.is_main:  # a process that the script has forked
+            return
+        recorder.tell("event", what=what, time=time.monotonic())
+        number = next(numbers)
+        if disturbance is None or (rank, number) != (disturbance.rank, disturbance.event):
+            return
+        details = (disturbance.kind, what, disturbance.delay)
+        if disturbance.delay:
+            threading.Thread(target=disturb, args=details, daemon=True).start()
+        else:
+            disturb(*details)
 
-class Changes:
-    """Notes when files in a folder are about to be changed by Python or `torch.save`.
+    return note
 
-    Args:
-        events: Counts these moments.
-        folder: The folder.
-    """
 
-    def __init__(self, events: Events, folder: Path) -> None:
-        self._events = events
-        self._folder = f"{folder}{os.sep}"
+def signal_of(kind: str) -> signal.Signals:
+    """Return the signal that ranks get by a kind of disturbance."""
+    return signal.SIGKILL if kind.startswith("kill") else signal.SIGTERM
 
-    def install(self) -> None:
-        """Begin."""
-        sys.addaudithook(self._audit)
-        torch.save = self._noting(torch.save)
 
-    def _audit(self, event: str, args: tuple[Any, ...]) -> None:
+def observe_changes(folder: Path, note: Note) -> None:
+    """Note when files in a folder are about to be changed by Python or `torch.save`."""
+    start = f"{folder}{os.sep}"
+
+    def changes(verb: str, path: Any) -> None:
+        full = os.path.abspath(os.fsdecode(path)) if isinstance(path, str | bytes | os.PathLike) else ""
+        if full.startswith(start):
+            note(f"{verb} {full.removeprefix(start)}")
+
+    def audit(event: str, args: tuple[Any, ...]) -> None:
         if event in _CHANGES:
-            self._note(event.removeprefix("os."), args[0])
+            changes(event.removeprefix("os."), args[0])
         elif event == "open":
             path, mode, flags = args
             writes = any(letter in mode for letter in "wax+") if mode else (flags or 0) & _WRITING
             if writes:
-                self._note("write", path)
+                changes("write", path)
 
-    def _note(self, verb: str, path: Any) -> None:
-        full = os.path.abspath(os.fsdecode(path)) if isinstance(path, str | bytes | os.PathLike) else ""
-        if full.startswith(self._folder):
-            self._events.note(f"{verb} {full.removeprefix(self._folder)}")
-
-    def _noting(self, save: Callable[..., None]) -> Callable[..., None]:
-        """Let `torch.save` note that it writes, for it opens files without Python."""
-
-        @functools.wraps(save)
-        def call(content: Any, file: Any, *args: Any, **kwargs: Any) -> None:
-            self._note("write", file)
-            save(content, file, *args, **kwargs)
+    def noting(save: Callable[..., None]) -> Callable[..., None]:
+        def call(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+            changes("write", f)
+            save(obj, f, *args, **kwargs)
 
         return call
 
+    sys.addaudithook(audit)
+    replace(torch, "save", noting)  # it opens files without Python
 
-def observe_steps(recorder: Recorder, events: Events) -> None:
-    """Tell of each step of an optimizer some elements of the weights before and after it, and its first inputs."""
+
+def observe_steps(recorder: Recorder, note: Note) -> None:
+    """Record of each step of an optimizer some elements of the weights before and after it, and its first inputs."""
     inputs: list[int] = []  # since the last step
     before_step: dict[int, list[float]] = {}  # by optimizer: one may call others in its step
 
@@ -274,7 +185,7 @@ def observe_steps(recorder: Recorder, events: Events) -> None:
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
         )
         inputs.clear()
-        events.note("step")
+        note("step")
 
     before(DistributedDataParallel, "forward", given)  # with arguments by name
     register_module_forward_pre_hook(given)

@@ -1,22 +1,336 @@
-"""Run the script undisturbed and disturbed, and check how each trial ends."""
+"""Run the script undisturbed and disturbed, and compare the steps and the files of each trial."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import math
+import os
+import random
+import shlex
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...collectives.tree import flat_bytes
-from ..cli import count
-from .rank import Start, plan_trial
-from .runs import Options, Reference, Run, run_once
+from ..cli import announce, count
+from ..ranks import Rank, Ranks, Script
+from ..recorder import Record
+from .rank import Disturbance, be_rank, signal_of
+
+FOLDER = "{folder}"
+_POLL = 0.05  # seconds
+RankEvents = dict[int, list[Record]]  # of an undisturbed run, by rank
+
+
+@dataclass
+class Run:
+    """One start of the script, and how it went.
+
+    Attributes:
+        ranks: How many.
+        disturbance: What happens to them; None for nothing.
+        steps: The step records of the rank that made the most steps.
+        events: Of each rank.
+        is_disturbed: Whether the disturbance came.
+        event: The event at which it came, "" if it came at a step or not at all.
+        ends: How each rank ended, with its error.
+        failed: The ranks that did not end with code 0.
+        waited: Seconds from the disturbance, or from the first end if there was none, to the end of the last rank.
+        hanging: The stacks of the ranks that did not end by themselves.
+        output: The last lines of a rank that failed.
+        stretches: The first and the last of steps of the undisturbed run that it has made one after the other,
+            counted from 1; None if they cannot be compared.
+        first_difference: How the first unequal step differs, "" if all are equal.
+    """
+
+    ranks: int
+    disturbance: Disturbance | None
+    steps: list[Record] = field(default_factory=list)
+    events: RankEvents = field(default_factory=dict)
+    is_disturbed: bool = False
+    event: str = ""
+    ends: dict[int, str] = field(default_factory=dict)
+    failed: list[int] = field(default_factory=list)
+    waited: float = 0.0
+    hanging: list[str] = field(default_factory=list)
+    output: list[str] = field(default_factory=list)
+    stretches: list[list[int]] | None = None
+    first_difference: str = ""
+
+
+def run_once(args: argparse.Namespace, folder: Path, run: Run, is_again: bool = False) -> None:
+    """Run the script once, and leave no process behind.
+
+    Args:
+        args: The flags of the tool.
+        folder: The folder in which it saves; it runs there if its arguments do not name it.
+        run: On how many ranks, and what happens to them; takes how they went.
+        is_again: Whether it was started there before.
+    """
+    folder.mkdir(exist_ok=True)
+    arguments = args.arguments
+    again = shlex.split(args.again)
+    is_inside = not any(FOLDER in argument for argument in arguments + again)
+    if is_again:
+        arguments = arguments + again
+    path = args.script if args.module else os.path.abspath(args.script)
+    script = Script(path, [argument.replace(FOLDER, str(folder)) for argument in arguments], args.module)
+    with Ranks(partial(be_rank, script, folder, is_inside, run.disturbance), run.ranks, args.device) as ranks:
+        _follow(ranks, run, args)
+        _describe(ranks, run)
+
+
+def _follow(ranks: Ranks, run: Run, args: argparse.Namespace) -> None:
+    """Wait until all ranks have ended, or end them when their time is up."""
+    progress = time.monotonic()  # when a rank recorded something last
+    begin: float | None = None  # when the ranks began to have to end
+    limit = args.timeout
+    while any(rank.ended is None for rank in ranks.all):
+        for _, record in ranks.wait(_POLL):
+            progress = time.monotonic()
+            if record["kind"] == "disturbed":
+                begin = progress
+                run.is_disturbed = True
+                run.event = "" if record["what"] == "step" else record["what"]
+                _signal_all(ranks, run.disturbance)
+        if begin is None and any(rank.ended is not None for rank in ranks.all):
+            begin = progress = time.monotonic()
+        if begin is not None:
+            limit = min(args.timeout, args.grace)
+        if time.monotonic() > progress + limit:
+            run.hanging += _kill_hanging(ranks)
+    if begin is not None:
+        run.waited = time.monotonic() - begin
+
+
+def _signal_all(ranks: Ranks, disturbance: Disturbance | None) -> None:
+    """Send the signals that all ranks get."""
+    if disturbance is None or not disturbance.kind.endswith("-all"):
+        return
+    for rank in ranks.all:
+        with suppress(ProcessLookupError):
+            os.kill(rank.pid, signal_of(disturbance.kind))
+
+
+def _kill_hanging(ranks: Ranks) -> list[str]:
+    """Kill the ranks that do not end; return where they were."""
+    running = [rank for rank in ranks.all if rank.ended is None]
+    stacks = []
+    for rank in running:
+        stacks += [f"rank {rank.number}:", *rank.read_stack().splitlines()[1:6]]
+    for rank in running:
+        rank.kill()
+        rank.reap(wait=True)
+    return stacks
+
+
+def _describe(ranks: Ranks, run: Run) -> None:
+    """Describe how the ranks ended, by what they have recorded."""
+    for rank in ranks.all:
+        rank.read()
+        run.events[rank.number] = _of_kind(rank, "event")
+        run.steps = max(run.steps, _of_kind(rank, "step"), key=len)
+        errors = [record["error"] for record in _of_kind(rank, "end") if record["error"]]
+        run.ends[rank.number] = ": ".join([f"{rank.ended}", *errors])
+        if rank.ended != "exited with code 0":
+            run.failed.append(rank.number)
+            run.output = run.output or rank.tail()
+
+
+def _of_kind(rank: Rank, kind: str) -> list[Record]:
+    return [record for record in rank.records if record["kind"] == kind]
+
+
+# Draw the disturbances of a trial from its seed.
+
+_TWICE = 0.3  # share of the trials that are disturbed a second time
+_LATE = 0.5  # share of the disturbances that come some time after an event, not at it
+_LONGEST = 5.0  # seconds
+
+
+def plan_trial(seed: int, number: int, kinds: Sequence[str], undisturbed: dict[int, RankEvents]) -> list[Run]:
+    """Draw the starts of a trial, the last of which is not disturbed.
+
+    Args:
+        seed: Of all trials.
+        number: Of this trial, counted from 1; the kinds take turns, and so do changes of files and other moments.
+        kinds: The kinds of disturbances.
+        undisturbed: The events of undisturbed runs, by their number of ranks.
+    """
+    generator = random.Random(f"{seed} {number}")
+    turns, which = divmod(number - 1, len(kinds))
+    kind = kinds[which]
+    ranks = generator.choice(list(undisturbed))
+    starts: list[Run] = []
+    while True:
+        starts.append(Run(ranks, _draw(generator, kind, undisturbed[ranks], (turns + which + len(starts)) % 2 == 0)))
+        if others := [number for number in undisturbed if number != ranks]:
+            ranks = generator.choice(others)
+        if len(starts) > 1 or generator.random() >= _TWICE:
+            return [*starts, Run(ranks, None)]
+        kind = generator.choice(kinds)
+
+
+def _draw(generator: random.Random, kind: str, events: RankEvents, at_change: bool) -> Disturbance:
+    """Draw a moment of an undisturbed run: one at which a file is about to be changed, or else far from these.
+
+    Far from them is a step that no change follows, as one does at the end of an epoch: later in the run than the first
+    change, for before there is nothing to resume from.
+    """
+    moments: list[_Moment] = []
+    for rank, records in events.items():
+        moments += [_Moment(rank, number, *pair) for number, pair in enumerate(pairwise(records))]
+    changes = [moment for moment in moments if _is_change(moment.event)]
+    first = min((moment.event["time"] for moment in changes), default=0.0)
+    late = [moment for moment in moments if moment.event["time"] > first]
+    between = [moment for moment in late if not _is_change(moment.event) and not _is_change(moment.following)]
+    chosen = generator.choice((changes if at_change else between) or moments)
+    delay = 0.0
+    if generator.random() < _LATE:
+        gap = chosen.following["time"] - chosen.event["time"]
+        delay = generator.uniform(0, min(gap, _LONGEST))
+    return Disturbance(kind, chosen.rank, chosen.number, delay)
+
+
+class _Moment(NamedTuple):
+    rank: int
+    number: int
+    event: Record
+    following: Record
+
+
+def _is_change(event: Record) -> bool:
+    return event["what"] not in ("start", "step", "end")
+
+
+# Compare the steps of a run that was disturbed with those of undisturbed runs.
+#
+# Distances between weights are given in steps: 1 is as far as a step of the optimizer moves them.
+
+_TOLERANCE = 1e-3  # of a step, beyond which weights are not equal even if undisturbed runs agree exactly
+_MARGIN = 10  # times the distance between undisturbed runs, also of their files
+_COMPARABLE = 0.1  # of a step; undisturbed runs that are farther apart cannot be compared
+_GREATEST = 0.2  # of a step, the greatest tolerance
+_TINY = float(np.finfo(np.float64).tiny)
+_ALIKE = 1e-6  # relative difference of learning rates
+
+
+class Reference:
+    """The steps of an undisturbed run, and how far others that were not disturbed are from them.
+
+    Args:
+        run: The undisturbed run.
+
+    Attributes:
+        length: The number of steps.
+        distance: The greatest between undisturbed runs that can be compared.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._steps = run.steps
+        self._inputs = {run.ranks: [step["inputs"] for step in run.steps]}
+        self._sizes = _step_sizes(run.steps)
+        self.length = len(run.steps)
+        self.distance = 0.0
+
+    @property
+    def tolerance(self) -> float:
+        """Return the distance up to which two steps count as equal, in steps."""
+        return min(max(_TOLERANCE, _MARGIN * self.distance), _GREATEST)
+
+    def add(self, other: Run) -> str:
+        """Learn from another undisturbed run how far equal runs are apart.
+
+        Returns:
+            Why that run cannot be compared, "" if it can.
+        """
+        if len(other.steps) != self.length:
+            return f"{len(other.steps)} steps, not {self.length}"
+        greatest = max(self._distance(step, number) for number, step in enumerate(other.steps))
+        if greatest > _COMPARABLE:
+            return f"weights up to {greatest:.2g} of a step apart"
+        self.distance = max(self.distance, greatest)
+        self._inputs[other.ranks] = [step["inputs"] for step in other.steps]
+        return ""
+
+    def follow(self, run: Run, made: int = 0) -> Run:
+        """Find the steps of a run among those of the undisturbed run, the first one near the last that was made."""
+        stretches = run.stretches = []
+        expected = made
+        for step in run.steps:
+            if not stretches or not self._distance(step, expected) <= self.tolerance:
+                position = self._find(step, expected)
+                if not self._distance(step, position) <= self.tolerance:
+                    run.first_difference = self._explain(step, expected if stretches else position, run.ranks)
+                    break
+                expected = position
+                stretches.append([position + 1, position])
+            expected += 1
+            stretches[-1][1] = expected
+        return run
+
+    def _distance(self, step: Record, position: int, when: str = "weights") -> float:
+        """Return the distance of a step from one of the undisturbed run, after it or "before"."""
+        if position >= self.length:
+            return math.inf
+        other = self._steps[position]
+        if step["optimizer"] != other["optimizer"] or len(step[when]) != len(other[when]):
+            return math.inf
+        return _distance(step[when], other[when]) / self._sizes[step["optimizer"]]
+
+    def _find(self, step: Record, expected: int) -> int:
+        """Find the equal step nearest to the expected one; else one that begins alike; else the most similar one."""
+        positions = range(self.length)
+        for when in ("weights", "before"):
+            equal = [position for position in positions if self._distance(step, position, when) <= self.tolerance]
+            if equal:
+                return min(equal, key=lambda position: abs(position - expected))
+        return min(positions, key=lambda position: self._distance(step, position))
+
+    def _explain(self, step: Record, position: int, ranks: int) -> str:
+        """Say what is different in a step: the learning rate, the weights before it, the samples, or something else."""
+        if position >= self.length:
+            return f"it continued after step {self.length}, the last of the undisturbed run"
+        distance = self._distance(step, position)
+        text = f"step {position + 1} is {distance:.2g} of a step away from the undisturbed run's"
+        rates, meant = step["rates"], self._steps[position]["rates"]
+        if len(rates) != len(meant) or not np.allclose(rates, meant, rtol=_ALIKE):
+            return f"{text}: learning rate {rates}, not {meant}"
+        text = f"{text}, with the same learning rate"
+        inputs = self._inputs.get(ranks, [])
+        if not self._distance(step, position, "before") <= self.tolerance:
+            return f"{text}: the weights differ before it"
+        if not step["inputs"] or not inputs or step["rank"]:  # the others read other samples
+            return f"{text}: samples, optimizer state or random numbers"
+        if step["inputs"] == inputs[position]:
+            return f"{text}, weights and inputs: the optimizer state or random numbers differ"
+        if step["inputs"] in inputs:
+            return f"{text} and weights: the inputs are those of step {inputs.index(step['inputs']) + 1}"
+        return f"{text} and weights: the inputs differ"
+
+
+def _step_sizes(steps: list[Record]) -> dict[str, float]:
+    """Measure how far each optimizer's step moves its weights: the median of its steps."""
+    moved: dict[str, list[float]] = {}
+    for step in steps:
+        moved.setdefault(step["optimizer"], []).append(_distance(step["before"], step["weights"]))
+    return {name: max(float(np.median(lengths)), _TINY) for name, lengths in moved.items()}
+
+
+def _distance(weights: list[float], others: list[float]) -> float:
+    return float(np.linalg.norm(np.subtract(weights, others)))
+
 
 # Compare the tensors and numbers in the files of two folders.
 
@@ -41,11 +355,11 @@ class Difference:
     where: str = ""
     bits: bool = True
 
-    def add(self, apart: float, where: str) -> None:
+    def add(self, distance: float, where: str) -> None:
         """Take in a difference."""
         self.bits = False
-        if apart > self.greatest:
-            self.greatest = apart
+        if distance > self.greatest:
+            self.greatest = distance
             self.where = where
 
 
@@ -68,43 +382,44 @@ def compare_files(first: Path, second: Path, varying: set[str], is_undisturbed: 
         if not expected:
             continue
         name = str(file.relative_to(first))
-        if (second / name).is_file():
-            difference.compared.append(name)
-            found = _read(second / name)
-            for path, entry in expected.items():
-                where = f"{path} in {name}"
-                apart = None if where in varying else _compare(entry, found.get(path))
-                if apart is None:
-                    continue
-                if is_undisturbed and not (isinstance(entry, Tensor) and entry.is_floating_point()):
-                    varying.add(where)
-                else:
-                    difference.add(apart, where)
+        if not (second / name).is_file():
+            continue
+        difference.compared.append(name)
+        found = _read(second / name)
+        for path, entry in expected.items():
+            where = f"{path} in {name}"
+            distance = _compare(entry, found.get(path))
+            if distance is None or where in varying:
+                continue
+            if is_undisturbed and not (isinstance(entry, Tensor) and entry.is_floating_point()):
+                varying.add(where)
+            else:
+                difference.add(distance, where)
     if name and name not in difference.compared:
         difference.add(math.inf, name)
     return difference
 
 
 def _compare(entry: _Entry, other: _Entry | None) -> float | None:
-    """Return the difference, relative to the greatest element; None if all is equal bit for bit."""
-    if not isinstance(entry, Tensor) or not isinstance(other, Tensor):
-        if type(entry) is not type(other):
-            return math.inf
-        entry, other = torch.tensor(entry), torch.tensor(other)
-    if other.shape != entry.shape or other.dtype != entry.dtype:
+    """Return the difference, relative to the greatest element; None if all is equal bit for bit.
+
+    It is infinite where one of the two has another type or shape, another whole number, or is NaN alone.
+    """
+    if type(entry) is not type(other):
         return math.inf
-    if torch.equal(flat_bytes(entry), flat_bytes(other)):
+    if isinstance(entry, int):  # of any length
+        return None if entry == other else math.inf
+    first, second = torch.as_tensor(entry), torch.as_tensor(other)
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return math.inf
+    if torch.equal(flat_bytes(first), flat_bytes(second)):
         return None
-    return _relative(entry, other) if entry.is_floating_point() else math.inf
-
-
-def _relative(tensor: Tensor, other: Tensor) -> float:
-    """Return the greatest difference, relative to the greatest element; infinite if one of the two is NaN somewhere."""
-    first, second = tensor.double(), other.double()
-    apart = (first - second).abs()
-    apart[(first == second) | (first.isnan() & second.isnan())] = 0
-    scale = float(first.nan_to_num().abs().max())
-    relative = float(apart.max()) / max(scale, torch.finfo(torch.float64).tiny)
+    if not first.is_floating_point():
+        return math.inf
+    first, second = first.double(), second.double()
+    distance = (first - second).abs()
+    distance[(first == second) | (first.isnan() & second.isnan())] = 0
+    relative = float(distance.max()) / max(float(first.nan_to_num().abs().max()), _TINY)
     return math.inf if math.isnan(relative) else relative
 
 
@@ -116,38 +431,34 @@ def _read(file: Path) -> dict[str, _Entry]:
         with file.open("rb") as start:
             if start.read(2) != b"PK":  # the archive that `torch.save` writes
                 return {}
-        return dict(_entries(torch.load(file, map_location="cpu", weights_only=True), ""))
+        return dict(_entries(torch.load(file, map_location="cpu", weights_only=True)))
     except Exception:
         return {}
 
 
-def _entries(value: Any, path: str) -> Iterator[tuple[str, _Entry]]:
+def _entries(value: Any, path: str = "") -> Iterator[tuple[str, _Entry]]:
     children: Any = ()
-    if isinstance(value, Tensor):
-        is_state = value.dtype == torch.uint8  # of a generator
-        if value.layout == torch.strided and not (value.is_meta or value.is_complex() or is_state):
-            yield path.removeprefix("."), value
-    elif isinstance(value, int | float):
-        yield path.removeprefix("."), value
-    elif isinstance(value, Mapping):
+    if isinstance(value, Mapping):
         children = value.items()
     elif isinstance(value, list | tuple) and not (len(value) > _MANY and isinstance(value[0], int)):
         children = enumerate(value)
+    elif isinstance(value, int | float) or (isinstance(value, Tensor) and _is_comparable(value)):
+        yield path, value
     for key, child in children:
-        yield from _entries(child, f"{path}.{key}")
+        yield from _entries(child, f"{path}.{key}" if path else str(key))
 
 
-_TOLERANCE = 1e-3  # relative difference of tensors in files, where undisturbed runs agree exactly
-_MARGIN = 10  # times the difference between undisturbed runs
+def _is_comparable(tensor: Tensor) -> bool:
+    is_state = tensor.dtype == torch.uint8  # of a generator
+    return tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_complex() or is_state)
+
+
+_FILE_TOLERANCE = 1e-3  # relative difference of tensors in files, where undisturbed runs agree exactly
 _WHOLE = "undisturbed"  # the folder of the first run
 
 
 class UnfitScriptError(Exception):
-    """The script cannot be rehearsed."""
-
-    def __init__(self, reason: str, output: list[str]) -> None:
-        super().__init__(reason)
-        self.output = output
+    """The script cannot be rehearsed: the reason, and lines of its output."""
 
 
 @dataclass
@@ -173,9 +484,8 @@ class Rehearsal:
     """All runs of a script.
 
     Args:
-        options: What to rehearse.
+        args: The flags of the tool.
         folder: An empty folder for the runs.
-        announce: Called with a text before each run.
 
     Attributes:
         reference: The steps of the undisturbed run; None if two runs on as many ranks differ: nothing can be compared.
@@ -183,15 +493,14 @@ class Rehearsal:
         length: The steps of the undisturbed run.
     """
 
-    def __init__(self, options: Options, folder: Path, announce: Callable[[str], None]) -> None:
-        self._options = options
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self._args = args
         self._folder = folder
-        self._announce = announce
         self.reference: Reference | None = None
         self.excluded: dict[int, str] = {}
         self.length = 0
-        self._undisturbed: dict[int, Run] = {}
-        self._differences: list[Difference] = []  # between the files of undisturbed runs
+        self._events: dict[int, RankEvents] = {}  # of undisturbed runs, by their number of ranks
+        self._usual = 0.0  # the greatest difference between the files of undisturbed runs
         self._varying: set[str] = set()  # numbers in these files that differ
 
     def run_undisturbed(self) -> None:
@@ -200,86 +509,85 @@ class Rehearsal:
         Raises:
             UnfitScriptError: If it fails, or makes no step.
         """
-        first, *others = self._options.ranks
-        run = self._undisturbed[first] = self._run_whole(first, _WHOLE)
+        first, *others = self._args.ranks
+        run = self._run_whole(first, _WHOLE)
         self.length = len(run.steps)
         if self.length < 2:
             reason = "the script made fewer than two steps of a torch optimizer in the processes that were started"
-            raise UnfitScriptError(reason, run.output)
+            raise UnfitScriptError(reason, *run.output)
         if not all(step["weights"] for step in run.steps):
             reason = "each rank holds a part of all weights, as FSDP's first version does: use fully_shard"
-            raise UnfitScriptError(reason, [])
+            raise UnfitScriptError(reason)
+        self._events[first] = run.events
         self.reference = Reference(run)
-        reason = self._compare(self.reference, self._run_whole(first, "repeated"), "repeated")
-        if reason:
+        if reason := self._compare(self._run_whole(first, "repeated"), "repeated"):
             self.excluded[first] = reason
             self.reference = None
         for ranks in others:
-            if reason := self._run_other(ranks, f"{_WHOLE}-{ranks}"):
+            name = f"{_WHOLE}-{ranks}"
+            try:
+                run = self._run_whole(ranks, name)
+                reason = self._compare(run, name)
+            except UnfitScriptError as error:
+                reason = error.args[0]
+            if reason:
                 self.excluded[ranks] = reason
+            else:
+                self._events[ranks] = run.events
 
     def run_trial(self, number: int) -> Trial:
         """Run a trial: disturb the script, and start it again until it has ended undisturbed."""
-        events = {ranks: run.events for ranks, run in self._undisturbed.items()}
-        name = f"trial-{number}"
+        folder = self._folder / f"trial-{number}"
         runs: list[Run] = []
         made = 0
-        for start in plan_trial(self._options.seed, number, self._options.kinds, events):
-            self._announce(f"trial {number}, {count(start.ranks, 'rank')}")
-            run = run_once(self._options, self._folder / name, start, is_again=bool(runs))
+        for run in plan_trial(self._args.seed, number, self._args.kinds, self._events):
+            announce(f"trial {number}, {count(run.ranks, 'rank')}")
+            run_once(self._args, folder, run, is_again=bool(runs))
             runs.append(run)
             if self.reference is None:
                 continue
-            run.alignment = self.reference.follow(run, made)
-            ends = [last for _, last in run.alignment.stretches]
+            ends = [last for _, last in self.reference.follow(run, made).stretches or ()]
             made = max([made, *ends])
             if ends and ends[-1] == self.length and all(rank in _survived(run) for rank in run.failed):
                 break  # it came to the end of the script, also if the others went on after one was killed
-        trial = Trial(number, runs, compare_files(self._folder / _WHOLE, self._folder / name, self._varying))
+        trial = Trial(number, runs, compare_files(self._folder / _WHOLE, folder, self._varying))
         self._check_ends(trial)
         self._check_steps(trial)
         self._check_files(trial)
         if not trial.wrong:
-            shutil.rmtree(self._folder / name, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
         return trial
 
     def _run_whole(self, ranks: int, name: str) -> Run:
         """Run the script undisturbed, to its end."""
-        self._announce(f"undisturbed, {count(ranks, 'rank')}")
-        run = run_once(self._options, self._folder / name, Start(ranks, None), is_again=False)
+        where = f"{count(ranks, 'rank')}, undisturbed"
+        announce(f"undisturbed, {count(ranks, 'rank')}")
+        run = Run(ranks, None)
+        run_once(self._args, self._folder / name, run)
         if run.hanging:
-            raise UnfitScriptError(f"the script hangs on {count(ranks, 'rank')}, undisturbed", run.hanging)
+            raise UnfitScriptError(f"the script hangs on {where}", *run.hanging)
         if run.failed:
             rank = run.failed[0]
-            reason = f"the script failed on {count(ranks, 'rank')}, undisturbed: rank {rank} {run.ends[rank]}"
-            raise UnfitScriptError(reason, run.output)
+            raise UnfitScriptError(f"the script failed on {where}: rank {rank} {run.ends[rank]}", *run.output)
         return run
 
-    def _run_other(self, ranks: int, name: str) -> str:
-        """Run the script undisturbed on another number of ranks; return why that is left out, "" if it is not."""
-        try:
-            run = self._run_whole(ranks, name)
-        except UnfitScriptError as error:
-            return str(error)
-        reason = self._compare(self.reference, run, name) if self.reference else ""
-        if not reason:
-            self._undisturbed[ranks] = run
-        return reason
-
-    def _compare(self, reference: Reference, run: Run, name: str) -> str:
+    def _compare(self, run: Run, name: str) -> str:
         """Learn from another undisturbed run; return why it cannot be compared, "" if it can."""
-        reason = reference.add(run)
+        if self.reference is None:
+            return ""
+        reason = self.reference.add(run)
         if not reason:
             folders = self._folder / _WHOLE, self._folder / name
-            self._differences.append(compare_files(*folders, self._varying, is_undisturbed=True))
+            difference = compare_files(*folders, self._varying, is_undisturbed=True)
+            self._usual = max(self._usual, difference.greatest)
         return reason
 
     def _check_ends(self, trial: Trial) -> None:
         """Check how the processes ended."""
         for run in trial.runs:
-            ranks = count(run.start.ranks, "rank")
+            ranks = count(run.ranks, "rank")
             if run.hanging:
-                text = f"on {ranks}, some did not end within {self._options.grace:g} s"
+                text = f"on {ranks}, some did not end within {self._args.grace:g} s"
                 trial.notes += [text, *run.hanging]
             if run.failed and not run.is_disturbed:
                 rank = run.failed[0]
@@ -290,13 +598,13 @@ class Rehearsal:
     def _check_steps(self, trial: Trial) -> None:
         """Check whether each step was made, and as in the undisturbed run."""
         made = 0
-        for alignment in filter(None, [run.alignment for run in trial.runs]):
-            for first, last in alignment.stretches:
+        for run in trial.runs:
+            for first, last in run.stretches or ():
                 if first > made + 1:
                     trial.wrong.append(f"steps {made + 1} to {first - 1} were never made")
                 made = max(made, last)
-            if alignment.first_difference:
-                trial.wrong.append(alignment.first_difference)
+            if run.first_difference:
+                trial.wrong.append(run.first_difference)
                 break  # later starts go on from there
         if self.reference and not trial.wrong and made < self.length:
             trial.wrong.append(f"it ended after step {made} of {self.length}")
@@ -306,21 +614,20 @@ class Rehearsal:
         difference = trial.difference
         if trial.wrong or self.reference is None:
             return
-        usual = [_MARGIN * other.greatest for other in self._differences]
-        if self._options.exact and not difference.compared:
+        if self._args.exact and not difference.compared:
             trial.wrong.append("no file holds tensors or numbers that could be compared bit for bit")
-        elif self._options.exact and not difference.bits:
+        elif self._args.exact and not difference.bits:
             trial.wrong.append(f"not equal bit for bit: {difference.where}")
-        elif math.isinf(difference.greatest) and not math.isinf(max(usual)):
+        elif math.isinf(difference.greatest) and not math.isinf(self._usual):
             trial.wrong.append(f"{difference.where} is missing or not finite, or differs in number, shape or type")
-        elif difference.greatest > max(_TOLERANCE, *usual):
+        elif difference.greatest > max(_FILE_TOLERANCE, _MARGIN * self._usual):
             trial.wrong.append(f"{difference.where} differs by {difference.greatest:.2g} of its greatest element")
 
 
 def _survived(run: Run) -> list[int]:
     """List the rank that was killed, if others made steps without it."""
-    disturbance = run.start.disturbance
-    if disturbance is None or disturbance.kind != "kill":
+    if run.disturbance is None or run.disturbance.kind != "kill":
         return []
-    made = sum(record["what"] == "step" for record in run.events[disturbance.rank])
-    return [disturbance.rank] if made < len(run.steps) else []
+    rank = run.disturbance.rank
+    made = sum(event["what"] == "step" for event in run.events[rank])
+    return [rank] if made < len(run.steps) else []

@@ -1,6 +1,6 @@
 """The sentences of the library, frozen: a change of code changes no message by accident.
 
-python tests/test_messages.py  # write messages.txt anew, after a message was changed on purpose
+python tests/test_sentences.py  # write sentences.txt anew, after a message was changed on purpose
 """
 
 import ast
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import ddpkit
 
-FROZEN = Path(__file__).with_name("messages.txt")
+FROZEN = Path(__file__).with_name("sentences.txt")
 A_FEW_WORDS = re.compile(r"[A-Za-z'{}]+,? [a-z'{}]+,? [a-z'{}]+")
 
 

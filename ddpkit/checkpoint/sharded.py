@@ -5,7 +5,7 @@ piece writes it into its own file, in a folder beside the checkpoint. A file hol
 the other, and a last line with their checksum.
 
 In the checkpoint's own file an empty tensor on the meta device takes the place of each. This module is imported only
-when a sharded tensor is found (`checkpoint.states.sharding`).
+when a sharded tensor is found (`saving.sharding`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain, zip_longest
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -25,20 +25,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .checkpoint.files import SummedFile, open_file, reading_from, verify, write_durably, writing_into
-from .checkpoint.folder import is_folder_of
-from .checkpoint.loading import explain_loss
-from .checkpoint.saving import explain_differences, merge_problems
-from .checkpoint.states import find_stand_ins, same_mapping, state_for
-from .collectives.differences import differing_parts, list_lines, name_ranks
-from .collectives.groups import peers_of
-from .collectives.tree import flat_bytes, local_part, name_dtype
-from .errors import CheckpointError
-from .job.lifecycle import exchange
-from .launch.ranks import get_rank, get_world_size
-from .parallel.models import unwrap_model
-from .parallel.replicas import gather_unless_equal, replicated_parts
-from .torch_internals import is_dtensor
+from ..collectives.differences import differing_parts, list_lines, name_ranks
+from ..collectives.groups import peers_of
+from ..collectives.tree import flat_bytes, local_part, name_dtype
+from ..errors import CheckpointError
+from ..job.job import Peers
+from ..launch.ranks import get_rank, get_world_size
+from ..parallel.models import unwrap_model
+from ..parallel.replicas import replicated_parts
+from ..torch_internals import is_dtensor
+from .files import SummedFile, open_file, reading_from, verify, write_durably, writing_into
+from .folder import is_folder_of
+from .states import Pieces, explain_loss, find_placeholders, map_leaves, state_for, tensors_of
 
 _ALIGNMENT = 64  # bytes: each piece starts at a multiple of it
 _PAUSE = 0.02  # seconds between checks for the other ranks' files
@@ -46,7 +44,7 @@ _PATIENCE = 300.0  # seconds without growth of a file before giving up
 _PATIENCE_AT_END = 10.0  # the same while this process exits: a rank may have been killed
 
 Box = tuple[list[int], list[int]]  # first index of a piece in each dimension, and its size
-Pieces = list[tuple[int, Tensor]]  # pieces that a rank writes: first byte in its file, and values
+Parts = Sequence[tuple[int, Tensor]]  # pieces that a rank writes: first byte in its file, and values
 
 
 class Piece(NamedTuple):
@@ -73,7 +71,7 @@ class Layout(NamedTuple):
     pieces: list[Piece]
 
 
-class Sharded:
+class WrittenPieces(Pieces):
     """The sharded tensors of a checkpoint being saved.
 
     Args:
@@ -82,38 +80,43 @@ class Sharded:
         described: `describe_parts()` of each rank.
 
     Attributes:
-        folder: Folder of the pieces, unique to this checkpoint.
         entry: Their description in the checkpoint's file.
-        pieces: The pieces that this rank writes.
 
     Raises:
         CheckpointError: On every rank, if ranks hold different tensors, or pieces of one are missing.
     """
+
+    is_shared = True
 
     def __init__(self, path: Path, tensors: Mapping[str, Any], described: list[dict[str, Any]]) -> None:
         layouts = lay_out([each.get("tensors", {}) for each in described])
         self._tensors = tensors
         self._rank = get_rank()
         self._writers = _files_of(layouts)
-        self.folder = path.with_name(f"{path.stem}.{described[0]['token']}")
-        self.entry = {"folder": self.folder.name, "tensors": _as_plain(layouts)}
-        self.pieces = []
+        self.folder_name = f"{path.stem}.{described[0]['token']}"  # unique to this checkpoint
+        self._folder = path.with_name(self.folder_name)
+        self.entry = {"folder": self.folder_name, "tensors": _as_plain(layouts)}
+        self.mine = []
         for name, layout in layouts.items():
             own = [piece for piece in layout.pieces if piece.file == self._rank]
-            self.pieces += [(piece.start, local_part(tensors[name]).detach()) for piece in own]
+            self.mine += [(piece.start, local_part(tensors[name]).detach()) for piece in own]
 
-    def explain_differences(self) -> str:
-        """Describe where ranks that hold the same part of a tensor hold different values; "" if nowhere. Collective."""
-        problem = ""
+    def make_folder(self) -> None:
+        """Create the folder."""
+        self._folder.mkdir()
+
+    def delete(self) -> None:
+        """Delete the folder."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def replicated(self) -> Iterator[tuple[Peers | None, dict[str, str]]]:
+        """Iterate over the ranks that hold the same parts of tensors, with the digests of this rank's. Collective."""
         for group, digests in replicated_parts(self._tensors).items():
-            everyone = gather_unless_equal(digests, peers_of(group))  # in each group, whatever was found so far
-            problem = problem or explain_differences(everyone)
-        problems = exchange(problem)
-        return merge_problems(problems) if any(problems) else ""
+            yield peers_of(group), digests
 
-    def write(self, pieces: Pieces, check: Callable[[], None]) -> None:
+    def write(self, pieces: Parts, check: Callable[[], None]) -> None:
         """Write this rank's file, as `write_pieces()` does."""
-        write_pieces(self.folder, self._rank, pieces, check)
+        write_pieces(self._folder, self._rank, pieces, check)
 
     def wait_for_others(self, check: Callable[[], None]) -> None:
         """Wait until the files of all ranks are on the disk; for a shorter time while this process exits.
@@ -128,26 +131,22 @@ class Sharded:
         since = time.monotonic()
         while True:
             check()
-            now = _sizes_in(self.folder)
+            now = _sizes_in(self._folder)
             missing = [rank for rank in self._writers if _name_of(rank) not in now]
             if not missing:
                 return
             failed = [rank for rank in missing if _failed_name_of(rank) in now]
             if failed:
-                problem = f"{name_ranks(failed)} could not write into {self.folder}"
+                problem = f"{name_ranks(failed)} could not write into {self._folder}"
                 raise CheckpointError(f"Not saved: {problem}. Earlier checkpoints are complete.")
             if now != sizes:
                 sizes = now
                 since = time.monotonic()
             patience = _PATIENCE if threading.main_thread().is_alive() else _PATIENCE_AT_END
             if time.monotonic() - since > patience:
-                problem = f"{name_ranks(missing)} wrote nothing into {self.folder} for {patience:g} s"
+                problem = f"{name_ranks(missing)} wrote nothing into {self._folder} for {patience:g} s"
                 raise CheckpointError(f"Not saved: {problem}. Earlier checkpoints are complete.")
             time.sleep(_PAUSE)
-
-    def delete(self) -> None:
-        """Delete the folder."""
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def describe_parts(tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,7 +256,7 @@ def _check_complete(name: str, layout: Layout) -> None:
         raise CheckpointError(f"{problem}, but its pieces on all ranks have {elements}.")
 
 
-def write_pieces(folder: Path, rank: int, pieces: Pieces, check: Callable[[], None] | None = None) -> None:
+def write_pieces(folder: Path, rank: int, pieces: Parts, check: Callable[[], None] | None = None) -> None:
     """Write a rank's file; it gets its name once it is on the disk.
 
     Args:
@@ -292,12 +291,12 @@ def write_pieces(folder: Path, rank: int, pieces: Pieces, check: Callable[[], No
         raise
 
 
-class SavedPieces:
+class SavedPieces(Pieces):
     """The sharded tensors of a checkpoint being loaded, read on demand.
 
     Args:
         path: The checkpoint.
-        content: Its content, with a stand-in for each sharded tensor; there may be none.
+        content: Its content, with a placeholder for each sharded tensor; there may be none.
 
     Raises:
         CheckpointError: If the file does not locate the pieces, or a file of this rank's share is
@@ -312,16 +311,16 @@ class SavedPieces:
                 "gives. Was the file renamed?"
             )
         layouts = _from_plain(entry["tensors"])
-        stand_ins: dict[str, Tensor] = {}
+        placeholders: dict[str, Tensor] = {}
         for name, state in content["state"].items():
-            stand_ins.update(find_stand_ins(name, state))
+            placeholders.update(find_placeholders(name, state))
         self._folder = path.with_name(entry["folder"] or path.name)
         if self._folder.is_symlink():
             raise CheckpointError(f"Cannot read {path}: {self._folder} is a link, which no Checkpointer creates.")
         self._writers = _files_of(layouts)
-        self._stand_ins = stand_ins  # keeps them alive while their ids are used
+        self._placeholders = placeholders  # keeps them alive while their ids are used
         self._layouts: dict[int, Layout] = {}
-        for name, tensor in stand_ins.items():
+        for name, tensor in placeholders.items():
             if name in layouts:
                 self._layouts[id(tensor)] = layouts[name]
         self._verify()
@@ -373,16 +372,19 @@ class SavedPieces:
         return self.fill(state, target.state_dict())
 
     @torch.no_grad()
-    def fill(self, saved: Any, like: Any = None) -> Any:
+    def fill(self, state: Any, template: Any = None) -> Any:
         """Return a nested state with its sharded tensors read, on the CPU.
 
         Args:
-            saved: The state.
-            like: Another state. Where it has a DTensor of a tensor's shape, the tensor is sharded in
+            state: The state.
+            template: Another state. Where it has a DTensor of a tensor's shape, the tensor is sharded in
                 the same way, on the same device.
         """
-        if isinstance(saved, Tensor):
-            if is_dtensor(like) and like.shape == saved.shape:
+        templates = dict(tensors_of("", template))
+
+        def read(path: str, saved: Any) -> Any:
+            like: Any = templates.get(path)
+            if isinstance(saved, Tensor) and is_dtensor(like) and like.shape == saved.shape:
                 tensor = torch.empty_like(like, dtype=saved.dtype, requires_grad=False)
             elif self._holds(saved):
                 tensor = torch.empty(saved.shape, dtype=saved.dtype, device="cpu")
@@ -390,15 +392,8 @@ class SavedPieces:
                 return saved
             self._read_into(tensor, saved)
             return tensor
-        if isinstance(saved, Mapping):
-            kin = like if isinstance(like, Mapping) else {}
-            filled = {key: self.fill(value, kin.get(key)) for key, value in saved.items()}
-            return same_mapping(saved, filled)
-        if type(saved) in (list, tuple):
-            kins = like if isinstance(like, list | tuple) else ()
-            pairs = zip_longest(saved, kins[: len(saved)])
-            return type(saved)(self.fill(value, kin) for value, kin in pairs)
-        return saved
+
+        return map_leaves("", state, read)
 
     def _for_optimizer(self, optimizer: Optimizer, saved: Any) -> Any:
         """Return a saved state with each parameter's tensors sharded like the parameter."""
@@ -407,8 +402,8 @@ class SavedPieces:
         states = dict(saved["state"])
         for key, parameter in zip(keys, parameters, strict=True):
             if key in states:
-                likeness = {kind: parameter for kind in states[key] if kind != "step"}
-                states[key] = self.fill(states[key], likeness)
+                template = {kind: parameter for kind in states[key] if kind != "step"}
+                states[key] = self.fill(states[key], template)
         return {**saved, "state": states}
 
     def _holds(self, saved: Any) -> bool:

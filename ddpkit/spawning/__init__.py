@@ -1,1 +1,0 @@
-"""Launch ranks from Python."""
