@@ -30,7 +30,7 @@ from .parallel.models import broadcast_into, can_be_overwritten, check_tensors, 
 from .torch_internals import is_fully_sharded, own_buffers, rebuild_buckets, untraced, version_of
 
 if TYPE_CHECKING:
-    from .join.session import Session
+    from .rendezvous.session import Session
 
 Modules = tuple[nn.Module | Tensor, ...]
 Settings = tuple[tuple[str, str], ...]

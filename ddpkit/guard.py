@@ -19,8 +19,8 @@ from .errors import BadStepError, DdpkitError, describe_error, message_of, print
 from .gradient_exchange import Gradients, LocalPass, all_finite, begin_exchange
 from .job import current_job, lifecycle
 from .job.job import ranks_of, subset_of
-from .join.causes import is_of_broken_collective
 from .parsing import parse
+from .rendezvous.causes import is_of_broken_collective
 from .torch_internals import is_from_worker, is_of_broken_loader
 
 # Find a batch size that fits in the memory of every rank.

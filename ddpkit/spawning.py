@@ -30,8 +30,8 @@ from .arguments import as_integer, check_timeout
 from .errors import PeerError, message_of, trace_of
 from .job import lifecycle
 from .job.leaving import ended_well
-from .join.store import host_on
 from .logging import FORWARDED
+from .rendezvous.store import host_on
 
 T = TypeVar("T")
 R = TypeVar("R", bound="RankProcess")

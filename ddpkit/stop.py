@@ -28,8 +28,8 @@ from torch.utils.data import DataLoader
 from .data import loader
 from .errors import BarrierTimeoutError, NotSetUpError
 from .job import current_job, lifecycle
-from .join.session import Session
 from .launch import ranks
+from .rendezvous.session import Session
 from .watch import stop_agreement
 from .watch.messages import StopRequest, is_below
 from .watch.stop_agreement import StopAgreement

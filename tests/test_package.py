@@ -120,7 +120,7 @@ def test_type_checkers_see_the_names_that_are_loaded_at_use() -> None:
 def test_an_ordinary_script_on_one_process_loads_little(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=tmp_path, capture_output=True, text=True, check=True)
     loaded, is_sharded_loaded = json.loads(done.stdout)
-    assert not [name for name in loaded if name.startswith(("ddpkit.join", "ddpkit.watch"))]
+    assert not [name for name in loaded if name.startswith(("ddpkit.rendezvous", "ddpkit.watch"))]
     assert is_sharded_loaded == [False, True]
     assert len(loaded) <= 50, loaded
 

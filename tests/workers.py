@@ -20,7 +20,7 @@ _TOGETHER = (
 # what waits for seconds, the longest first: some of the workers begin with it, so that the others compute meanwhile
 _WAITING = tuple(
     f"tests/{folder}/"
-    for folder in ("tools", "job", "join", "watch", "survival", "stop", "guard", "testing", "faults", "check")
+    for folder in ("tools", "job", "rendezvous", "watch", "survival", "stop", "guard", "testing", "faults", "check")
 )
 _WAITERS = ("gw0", "gw1", "gw2")
 

@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..collectives.differences import list_lines
-from ..collectives.digest import digest
+from ..collectives.differences import digest, list_lines
 from ..data.seeds import set_rng_states
 from ..errors import CheckpointError
 from ..job.lifecycle import exchange

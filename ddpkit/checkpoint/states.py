@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..collectives.digest import digest
+from ..collectives.differences import digest
 from ..collectives.tree import is_dense, name_dtype
 from ..job.job import Peers
 from ..parallel.models import strip, unwrap_model, wrapped_paths

@@ -33,8 +33,7 @@ from ..job.device import control_device_of
 from ..job.job import Peers, group_of, ranks_of, subset_of
 from ..launch import ranks
 from ..parsing import parse
-from .differences import explain_mismatch
-from .digest import hash_of
+from .differences import explain_mismatch, hash_of
 
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 _CHECK = 16  # numbers of a block used by the check

@@ -18,7 +18,7 @@ from .groups import Group, peers_of
 from .transfer import broadcast_bytes, pickled
 
 if TYPE_CHECKING:
-    from ..join.session import Ranks, Session
+    from ..rendezvous.session import Ranks, Session
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from .device import choose_device, count_accelerators
 from .job import Job, Options, Peers, ranks_of
 
 if TYPE_CHECKING:
-    from ..join.session import Session
+    from ..rendezvous.session import Session
 
 job: Job | None = None
 # hooks of optional modules, called when this process has joined a job, and when it leaves one

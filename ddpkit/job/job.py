@@ -19,7 +19,7 @@ from ..launch.launch import Launch
 from ..torch_internals import no_group
 
 if TYPE_CHECKING:
-    from ..join.session import Session
+    from ..rendezvous.session import Session
 
 
 # The checked arguments of `setup()`.

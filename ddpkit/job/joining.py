@@ -18,12 +18,15 @@ import torch
 import torch.distributed as dist
 
 from ..errors import LaunchError
-from ..join.causes import cause_of
-from ..join.members import Member, Members, usable_cores
-from ..join.rendezvous import complete_launch, join, raise_if_peer_lost
-from ..join.session import Session
-from ..join.sockets import LOOPBACKS, is_loopback, listen, probe, sockets_to
-from ..join.store import (
+from ..launch.launch import Launch
+from ..launch.process_tree import agent_of
+from ..parsing import parse
+from ..rendezvous.causes import cause_of
+from ..rendezvous.generation import complete_launch, join, raise_if_peer_lost
+from ..rendezvous.members import Member, Members, usable_cores
+from ..rendezvous.session import Session
+from ..rendezvous.sockets import LOOPBACKS, is_loopback, listen, probe, sockets_to
+from ..rendezvous.store import (
     PortTaken,
     call_with_timeout,
     find_master,
@@ -33,9 +36,6 @@ from ..join.store import (
     store_outlives_ranks,
     without_prefixes,
 )
-from ..launch.launch import Launch
-from ..launch.process_tree import agent_of
-from ..parsing import parse
 from ..torch_internals import current_group, group_store, reference
 from . import current_job
 from .device import bind_device, choose_device, control_device_of, default_backend, identity

@@ -16,7 +16,7 @@ from ..torch_internals import abort_group, torch_is_before
 from .job import Job
 
 if TYPE_CHECKING:
-    from ..join.session import Session
+    from ..rendezvous.session import Session
 
 _REPORT_LENGTH = 100_000  # characters of a message in torchrun's report, including a peer's traceback
 

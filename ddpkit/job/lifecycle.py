@@ -34,7 +34,7 @@ from .job import ChooseDevice, Context, Job, OpenStore, Options, check_launch, c
 from .leaving import destroy_group, ended_well, fill_error_file, last_error, publish
 
 if TYPE_CHECKING:
-    from ..join.session import Session
+    from ..rendezvous.session import Session
 
 log = logging.getLogger(__name__)
 

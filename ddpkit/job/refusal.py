@@ -11,12 +11,12 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..errors import LaunchError
-from ..join.failures import JobContinues
-from ..join.rendezvous import Generation, StartedByRank
-from ..join.store import connect_to_store, open_store, store_outlives_ranks, wait_for_listener
 from ..launch import environment
 from ..launch.detection import detect_launch
 from ..launch.launch import Launch
+from ..rendezvous.failures import JobContinues
+from ..rendezvous.generation import Generation, StartedByRank
+from ..rendezvous.store import connect_to_store, open_store, store_outlives_ranks, wait_for_listener
 
 _READING = 5.0  # most seconds in which the ranks read why rank 0 does not join
 _OPENING = 0.5  # seconds from the opening of a store until a job is in it

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..collectives.consistency import check_fingerprint, fingerprint_of, raise_everywhere
-from ..collectives.differences import differing_parts, explain_disorder, list_lines
-from ..collectives.digest import digest
+from ..collectives.differences import differing_parts, digest, explain_disorder, list_lines
 from ..collectives.groups import peers_of
 from ..collectives.reduce import reduce_tree
 from ..collectives.transfer import gather_objects

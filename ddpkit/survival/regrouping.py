@@ -23,13 +23,13 @@ import torch.distributed as dist
 
 from ..errors import LaunchError
 from ..job.joining import host_address
-from ..join import sockets
-from ..join.failures import Failure, JobContinues
-from ..join.rendezvous import Generation
-from ..join.session import Session
-from ..join.sockets import is_listening, probe
-from ..join.store import Pause, call_with_timeout, connect_to_store, host_on
 from ..parsing import opened, parse, sealed
+from ..rendezvous import sockets
+from ..rendezvous.failures import Failure, JobContinues
+from ..rendezvous.generation import Generation
+from ..rendezvous.session import Session
+from ..rendezvous.sockets import is_listening, probe
+from ..rendezvous.store import Pause, call_with_timeout, connect_to_store, host_on
 
 log = logging.getLogger(__name__)
 _READING = 2.0  # seconds for the others to read an answer

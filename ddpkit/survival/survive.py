@@ -23,9 +23,9 @@ from ..errors import DdpkitError, LaunchError, PeerError
 from ..job import current_job, lifecycle
 from ..job.job import ChooseDevice, Context, Options
 from ..job.joining import hosted_store
-from ..join.causes import lost_peer_of
-from ..join.store import call_with_timeout
 from ..launch import ranks
+from ..rendezvous.causes import lost_peer_of
+from ..rendezvous.store import call_with_timeout
 from ..watch import stop_agreement
 from ..watch.main_thread import no_interrupt
 from .regrouping import Quorum, Refusals, Rendezvous

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..join.store import host_on
+from ..rendezvous.store import host_on
 from ..spawning import RankProcess, Reply, rank_environment, wait_for_messages
 from .rank import RunOptions, Task, Warned, main
 

@@ -30,9 +30,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..join.store import host_on
 from ..launch import environment
 from ..launch.process_tree import child_processes
+from ..rendezvous.store import host_on
 from ..spawning import describe_exit, rank_environment, replace_environment
 from .cli import positive_seconds
 from .recorder import Record, Recorder

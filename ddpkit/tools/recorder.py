@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..collectives.digest import checksum
+from ..collectives.differences import checksum
 from ..collectives.tree import flat_bytes, is_dense
 
 Record = dict[str, Any]

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .. import LaunchError, detect_launch
-from ..join.members import Member, Members
-from ..join.rendezvous import Generation
-from ..join.sockets import connect
-from ..join.store import connect_to_store, wait_for_listener
 from ..launch import environment
 from ..launch.process_tree import child_processes, environment_of
 from ..parsing import encode
+from ..rendezvous.generation import Generation
+from ..rendezvous.members import Member, Members
+from ..rendezvous.sockets import connect
+from ..rendezvous.store import connect_to_store, wait_for_listener
 from ..watch.messages import STACK_SIGNAL, STACKS, Activity, fold, parse, short_path
 from .cli import count, positive_seconds, show
 

@@ -20,9 +20,9 @@ from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 from ..errors import DdpkitError
-from ..join.failures import GRACE
-from ..join.session import Session
-from ..join.sockets import FLUSH_SECONDS
+from ..rendezvous.failures import GRACE
+from ..rendezvous.session import Session
+from ..rendezvous.sockets import FLUSH_SECONDS
 
 _NEVER = float("inf")
 _OWN_END = (KeyboardInterrupt, SystemExit)  # a peer's failure would replace it: Ctrl-C and SIGTERM reach all ranks

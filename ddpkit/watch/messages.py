@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 import torch
 
 from ..errors import printable
-from ..join.failures import Failure
 from ..parsing import all_printable, encode, fits
+from ..rendezvous.failures import Failure
 
 if TYPE_CHECKING:
-    from ..join.session import Session
+    from ..rendezvous.session import Session
 
 # The tree along which ranks report failures: rank 0 at the top, at most 64 connections per rank.
 

@@ -27,12 +27,12 @@ from ..errors import ERRORS_OF_ALL_RANKS, DdpkitError, LaunchError, MismatchErro
 from ..job import current_job
 from ..job.job import Job
 from ..job.leaving import fill_error_file
-from ..join.failures import GRACE, Failure
-from ..join.members import Members
-from ..join.session import Session
-from ..join.sockets import connect, cut
-from ..join.store import call_with_timeout
 from ..parsing import encode, parse
+from ..rendezvous.failures import GRACE, Failure
+from ..rendezvous.members import Members
+from ..rendezvous.session import Session
+from ..rendezvous.sockets import connect, cut
+from ..rendezvous.store import call_with_timeout
 from .connections import Connections, Event, send_exit_code
 from .main_thread import MainThread
 from .messages import (

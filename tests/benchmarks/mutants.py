@@ -20,8 +20,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("launch", "job", "join", "collectives", "parallel", "data", "checkpoint")
-NEAR = {"job": ["tests/job", "tests/join", "tests/start"], "join": ["tests/join", "tests/job", "tests/simulation"]}
+PACKAGES = ("launch", "job", "rendezvous", "collectives", "parallel", "data", "checkpoint")
+NEAR = {
+    "job": ["tests/job", "tests/rendezvous", "tests/start"],
+    "rendezvous": ["tests/rendezvous", "tests/job", "tests/simulation"],
+}
 SWAPPED = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,

@@ -23,12 +23,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddpkit.join.failures import Failure
-from ddpkit.join.members import Member
-from ddpkit.join.rendezvous import join
-from ddpkit.join.session import Session
-from ddpkit.join.sockets import listen
 from ddpkit.parsing import encode
+from ddpkit.rendezvous.failures import Failure
+from ddpkit.rendezvous.generation import join
+from ddpkit.rendezvous.members import Member
+from ddpkit.rendezvous.session import Session
+from ddpkit.rendezvous.sockets import listen
 from ddpkit.watch.connections import Connections
 from ddpkit.watch.messages import children_of, parent_of
 

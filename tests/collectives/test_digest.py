@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddpkit.collectives.digest import digest
+from ddpkit.collectives.differences import digest
 
 
 class Mode(Enum):

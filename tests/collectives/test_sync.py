@@ -18,8 +18,8 @@ import ddpkit
 from ddpkit import BarrierTimeoutError, PeerError, get_rank
 from ddpkit.collectives import sync
 from ddpkit.job import current_job
-from ddpkit.join import session as store_barrier
-from ddpkit.join.session import StoreBarrier
+from ddpkit.rendezvous import session as store_barrier
+from ddpkit.rendezvous.session import StoreBarrier
 
 
 def caught(fn: Any, *args: Any, **kwargs: Any) -> Any:

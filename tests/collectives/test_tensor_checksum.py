@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddpkit.collectives.digest import _sum_rows, checksum
+from ddpkit.collectives.differences import _sum_rows, checksum
 from ddpkit.collectives.tree import flat_bytes
 
 ROW = 1 << 20  # bytes that are added up

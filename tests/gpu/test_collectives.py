@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import ddpkit
-from ddpkit.collectives.digest import digest
+from ddpkit.collectives.differences import digest
 from ddpkit.testing import on_ranks
 
 DTYPES = [

@@ -24,7 +24,7 @@ from test_lifecycle import torchrun
 import ddpkit
 from ddpkit.errors import trace_of
 from ddpkit.job.leaving import fill_error_file
-from ddpkit.join.failures import Failure, Failures
+from ddpkit.rendezvous.failures import Failure, Failures
 from ddpkit.watch import main_thread
 
 

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpkit import LaunchError, detect_launch
-from ddpkit.join.store import share_over_pmi
 from ddpkit.launch.detection import first_host
 from ddpkit.launch.launch import forgotten_launcher
 from ddpkit.launch.process_tree import find_agent, outer_launch, typed_in_terminal
+from ddpkit.rendezvous.store import share_over_pmi
 
 MANY = "9" * 5000  # more digits than Python's int() takes
 RANK = {"RANK": "3", "WORLD_SIZE": "4"}

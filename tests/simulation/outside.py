@@ -26,8 +26,8 @@ from ddpkit import job, join, survival, watch
 from ddpkit.errors import LaunchError
 from ddpkit.job import joining as startup
 from ddpkit.job import refusal as declining
-from ddpkit.join import causes, session, sockets
-from ddpkit.join import members as member
+from ddpkit.rendezvous import causes, session, sockets
+from ddpkit.rendezvous import members as member
 from ddpkit.survival import regrouping
 from ddpkit.watch import connections, main_thread, thread
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ddpkit.join import rendezvous, session
-from ddpkit.join import rendezvous as generation
-from ddpkit.join import session as store_barrier
+from ddpkit.rendezvous import generation, session
+from ddpkit.rendezvous import session as store_barrier
 from ddpkit.survival import regrouping
 from ddpkit.survival import states as kept_states
 from ddpkit.watch import connections as monitor_connections
@@ -16,7 +15,7 @@ from ddpkit.watch import stop_agreement
 
 def give_up_a_start_that_is_over() -> None:
     """A rank that is started anew gives up the last start, in which others are that were started anew. It was so."""
-    claim = rendezvous._claim
+    claim = generation._claim
 
     def give_up(start: generation.Generation, me: Any) -> bool:
         is_mine = claim(start, me)
@@ -24,7 +23,7 @@ def give_up_a_start_that_is_over() -> None:
             start.fail(f"Rank {me.rank} ended while the ranks joined.")
         return is_mine
 
-    rendezvous._claim = give_up
+    generation._claim = give_up
 
 
 def give_two_processes_one_number() -> None:

@@ -15,8 +15,8 @@ from world import Process, World
 
 from ddpkit.errors import BarrierTimeoutError, LaunchError, PeerError
 from ddpkit.job.job import Job
-from ddpkit.join.failures import JobContinues
-from ddpkit.join.rendezvous import StoreLost
+from ddpkit.rendezvous.failures import JobContinues
+from ddpkit.rendezvous.generation import StoreLost
 from ddpkit.stop import _wait_for_decision
 from ddpkit.watch.messages import StopRequest
 

@@ -18,9 +18,9 @@ from ddpkit.job import joining as startup
 from ddpkit.job import leaving
 from ddpkit.job.job import Job, Options, context_of
 from ddpkit.job.refusal import is_child_of_rank
-from ddpkit.join.session import Session
-from ddpkit.join.sockets import is_listening
 from ddpkit.launch.launch import Launch
+from ddpkit.rendezvous.session import Session
+from ddpkit.rendezvous.sockets import is_listening
 
 TIMEOUT = timedelta(seconds=10)
 BOUND = 60.0  # seconds in which everything must be over, whatever happens

@@ -16,8 +16,8 @@ from world import Killed
 
 from ddpkit.job import joining as startup
 from ddpkit.job.job import Context, Job, Options, context_of
-from ddpkit.join.store import without_prefixes
 from ddpkit.launch.launch import Launch
+from ddpkit.rendezvous.store import without_prefixes
 from ddpkit.survival import states as kept_states
 from ddpkit.survival import survive as survival
 

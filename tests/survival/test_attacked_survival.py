@@ -24,10 +24,10 @@ from ddpkit.checkpoint.files import to_bytes
 from ddpkit.checkpoint.states import digest_leaves
 from ddpkit.collectives.transfer import broadcast_bytes
 from ddpkit.job.job import Options
-from ddpkit.join.failures import Failure, record_failure
-from ddpkit.join.rendezvous import Generation
-from ddpkit.join.store import connect_to_store
 from ddpkit.parsing import sealed
+from ddpkit.rendezvous.failures import Failure, record_failure
+from ddpkit.rendezvous.generation import Generation
+from ddpkit.rendezvous.store import connect_to_store
 from ddpkit.survival.regrouping import Candidate, Rendezvous, host_store
 from ddpkit.survival.states import KeptStates, share_data
 from ddpkit.survival.survive import _Survivors, check_members

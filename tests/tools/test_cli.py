@@ -14,7 +14,7 @@ import pytest
 
 import ddpkit
 from ddpkit import errors
-from ddpkit.join.members import Member, Members
+from ddpkit.rendezvous.members import Member, Members
 from ddpkit.tools import cli, where
 from ddpkit.tools.doctor import Report, checks, print_report
 from ddpkit.tools.where import Answer

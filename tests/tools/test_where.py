@@ -24,7 +24,7 @@ from signals import stop_process
 import ddpkit
 from ddpkit.errors import LaunchError
 from ddpkit.job import current_job
-from ddpkit.join import session
+from ddpkit.rendezvous import session
 from ddpkit.tools import cli, where
 from ddpkit.tools.where import Answer, ask, jobs_here
 from ddpkit.watch import messages, thread

@@ -14,9 +14,9 @@ import pytest
 from nodes import lossy_link, needs, virtual_nodes
 from processes import ROOT, launch
 
-from ddpkit.join.failures import Failure
-from ddpkit.join.sockets import is_listening, is_loopback, listen
 from ddpkit.parsing import encode
+from ddpkit.rendezvous.failures import Failure
+from ddpkit.rendezvous.sockets import is_listening, is_loopback, listen
 from ddpkit.watch import connections as monitor_connections
 from ddpkit.watch.connections import Connections, Event
 from ddpkit.watch.messages import Message, parse

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpkit.join.failures import Failure
 from ddpkit.parsing import encode
+from ddpkit.rendezvous.failures import Failure
 from ddpkit.watch.messages import LONGEST, Lines, Message, Steps, StopRequest, parse, shows_token
 
 WORLD_SIZE = 4

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from torch.utils.data import dataloader as loading
 from torch.utils.data._utils import fetch
 
-from ...collectives.digest import digest
+from ...collectives.differences import digest
 from ...data.loader import Loader, UnequalShares, remedy_for
 from ...data.streams import Stream
 from ..recorder import Function, after, before, content, current, guarded, replace

@@ -28,10 +28,10 @@ from ...errors import DdpkitError, describe_error
 from ...job.device import count_accelerators
 from ...job.job import checked_backend, checked_device
 from ...job.joining import offer_store
-from ...join.store import Pause, find_master, open_store, store_outlives_ranks
 from ...launch.launch import MPI_AND_SLURM
 from ...launch.process_tree import unnested_launch
 from ...parsing import parse, refuse_text
+from ...rendezvous.store import Pause, find_master, open_store, store_outlives_ranks
 from ..cli import announce, checked_by, count, paint, positive_seconds, show, wrap
 from . import checks
 from .checks import Check

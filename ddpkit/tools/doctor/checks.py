@@ -23,9 +23,9 @@ from ... import LaunchError, all_reduce_mean, distributed, get_device, get_rank,
 from ...collectives.differences import differing_parts
 from ...job.device import MASKS, choose_device, count_accelerators, default_backend
 from ...job.lifecycle import check_torch
-from ...join.members import usable_cores
-from ...join.sockets import LOOPBACKS
 from ...launch import environment
+from ...rendezvous.members import usable_cores
+from ...rendezvous.sockets import LOOPBACKS
 from ..cli import count, table
 
 _GIB = 1 << 30

@@ -13,10 +13,10 @@ import pytest
 import torch.distributed as dist
 
 from ddpkit.errors import BarrierTimeoutError, LaunchError, PeerError
-from ddpkit.join import session as session_module
-from ddpkit.join.failures import Failure, record_failure
-from ddpkit.join.session import Session
-from ddpkit.join.store import read_texts
+from ddpkit.rendezvous import session as session_module
+from ddpkit.rendezvous.failures import Failure, record_failure
+from ddpkit.rendezvous.session import Session
+from ddpkit.rendezvous.store import read_texts
 
 
 def on_threads(world_size: int, fn: Callable[[Session], Any]) -> tuple[list[Any], dist.TCPStore]:

@@ -18,9 +18,9 @@ from processes import begin, free_port, platform_env, run
 from test_session import on_threads
 
 import ddpkit
-from ddpkit.join.members import Member
-from ddpkit.join.rendezvous import join
-from ddpkit.join.session import Session
+from ddpkit.rendezvous.generation import join
+from ddpkit.rendezvous.members import Member
+from ddpkit.rendezvous.session import Session
 
 JOINING = ["ddpkit/1/claim/1", "ddpkit/1/members", "ddpkit/1/failure", "ddpkit/1/claims", "ddpkit/generation"]
 JOINED = [

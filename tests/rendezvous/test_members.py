@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from ddpkit.join import members as member
-from ddpkit.join.members import Member, Members
-from ddpkit.join.rendezvous import complete_launch
 from ddpkit.launch.launch import Launch
+from ddpkit.rendezvous import members as member
+from ddpkit.rendezvous.generation import complete_launch
+from ddpkit.rendezvous.members import Member, Members
 
 
 def claims(*nodes: str, cores: str = "0-3") -> list[Member]:

@@ -16,9 +16,9 @@ from processes import Ended, free_port, launch, platform_env, run
 from signals import stop_process
 
 import ddpkit
-from ddpkit.join import rendezvous
-from ddpkit.join.members import Member, Members
-from ddpkit.join.rendezvous import Generation
+from ddpkit.rendezvous import generation as rendezvous
+from ddpkit.rendezvous.generation import Generation
+from ddpkit.rendezvous.members import Member, Members
 
 SOON = timedelta(seconds=100)
 
@@ -165,7 +165,7 @@ def test_a_process_of_another_container_is_neither_alive_nor_dead_from_here() ->
     claim = [
         sys.executable,
         "-c",
-        "from ddpkit.join.members import Member; print(Member(0, 1, None, False).to_json())",
+        "from ddpkit.rendezvous.members import Member; print(Member(0, 1, None, False).to_json())",
     ]
     ended, contained = launch(claim, ["unshare", "--pid", "--fork", "--mount-proc", *claim])
     mine = Member(0, 1, None, False)

@@ -22,10 +22,10 @@ from processes import ROOT, TORCHRUN, Ended, free_port, launch, platform_env, ru
 
 import ddpkit
 from ddpkit.job import current_job
-from ddpkit.join.failures import Failure
-from ddpkit.join.members import Members
+from ddpkit.rendezvous.failures import Failure
+from ddpkit.rendezvous.members import Members
 
-PATHS = [f"{ROOT}/tests", f"{ROOT}/tests/join"]
+PATHS = [f"{ROOT}/tests", f"{ROOT}/tests/rendezvous"]
 LONG = timedelta(seconds=60)
 FAILURE = asdict(Failure.of(1, ValueError("not true")))
 BAD_RANKS = ["1", True, None, -1, 99, 1.0, 10**30, [1], {}]

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import pytest
 from processes import launch
 
-from ddpkit.join.sockets import cut, sockets_beside, sockets_on, sockets_to
+from ddpkit.rendezvous.sockets import cut, sockets_beside, sockets_on, sockets_to
 
 
 @pytest.fixture(params=["127.0.0.1", "::1"])
@@ -90,7 +90,7 @@ END = """
 import ctypes, os, signal, sys
 from datetime import timedelta
 import torch.distributed as dist
-from ddpkit.join.store import call_with_timeout, connect_to_store
+from ddpkit.rendezvous.store import call_with_timeout, connect_to_store
 
 reader, writer = os.pipe()
 host = os.fork()
