@@ -22,7 +22,7 @@ from network import Attempts, Network, Selector, Socket, pair
 from store import PrefixStore, Server, Store
 from world import Killed, Process, Task, World
 
-from ddpkit import job, join, survival, watch
+from ddpkit import job, rendezvous, survival, watch
 from ddpkit.errors import LaunchError
 from ddpkit.job import joining as startup
 from ddpkit.job import refusal as declining
@@ -348,7 +348,7 @@ def put_in_place() -> None:
     words = {"time": TIME, "threading": _threading, "socket": _socket, "selectors": _selectors, "dist": DIST}
     real = {"time": time, "threading": threading, "socket": socket, "selectors": selectors, "dist": dist}
     calls = {sockets.connect: _connect, sockets.listen: _listen, sockets.cut: _cut}
-    for module in _modules_of(join, job, watch, survival):
+    for module in _modules_of(rendezvous, job, watch, survival):
         for word, simulated in words.items():
             if getattr(module, word, None) is real[word]:
                 setattr(module, word, simulated)
