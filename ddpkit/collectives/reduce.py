@@ -133,7 +133,8 @@ class _Group(NamedTuple):
             results = list(map(Tensor.view, flat.split_with_sizes(self.sizes), self.shapes))
         if self.device == "cpu":  # of other devices there may be several
             return results
-        return [result.to(leaf.device) for result, leaf in zip(results, self.take(leaves), strict=True)]
+        pairs = zip(results, self.take(leaves), strict=True)
+        return [result.to(leaf.device) for result, leaf in pairs]
 
     def pack_numbers(self, leaves: list[Any]) -> list[float]:
         """Pack Python numbers: but for a mean, with their types."""
@@ -221,11 +222,13 @@ def _reduce(
     for batch, given in zip(plan.inline, packed, strict=True):
         end = start + len(given)
         with np.errstate(all="ignore"):
-            results.update(_unpack_inline(sums[start:end] / divisor, leaves, batch))
+            found = sums[start:end] / divisor
+        results.update(_unpack_inline(found, leaves, batch))
         start = end
     for group in plan.separate:
         home = _CPU if group.dtype is None else leaves[group.members[0]].device
-        buffer = _scale(group.pack(leaves).to(communication_device(home, peers)), factor)
+        buffer = group.pack(leaves).to(communication_device(home, peers))
+        _scale(buffer, factor)
         reduce_in_place(buffer, op in _EXTREMES, peers)
         results.update(zip(group.members, group.unpack(buffer, leaves, divisor), strict=True))
     return [results[i] for i in range(len(leaves))]
@@ -250,7 +253,8 @@ def _unpack_inline(results: Numbers, leaves: list[Any], batch: list[_Group]) -> 
         yield from zip(first.members, first.unpack_numbers(results.tolist()), strict=True)
         return
     buffer = torch.from_numpy(results).to(leaves[first.members[0]].device)
-    for group, flat in zip(batch, buffer.split_with_sizes([sum(group.sizes) for group in batch]), strict=True):
+    sizes = [sum(group.sizes) for group in batch]
+    for group, flat in zip(batch, buffer.split_with_sizes(sizes), strict=True):
         yield from zip(group.members, group.split(flat.clone(), leaves), strict=True)
 
 

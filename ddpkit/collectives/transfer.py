@@ -220,7 +220,8 @@ def gather_rows(
     counts = _gather_counts(fingerprint, own, peers) if check else [own] * len(ranks_of(peers))
     gathered = []
     for i, rows in enumerate(matrices):
-        gathered.append(_gather_padded(rows, [lengths[i] for lengths in counts], peers))
+        lengths = [each[i] for each in counts]
+        gathered.append(_gather_padded(rows, lengths, peers))
     return [[parts[rank] for parts in gathered] for rank in range(len(counts))]
 
 
@@ -245,4 +246,5 @@ def _gather_padded(rows: Tensor, counts: list[int], peers: Peers | None) -> list
     if padded.numel():
         with current_job.peer_errors():
             dist.all_gather(parts, padded, group=group_of(peers))
-    return [part[:count].to(rows.device) for part, count in zip(parts, counts, strict=True)]
+    pairs = zip(parts, counts, strict=True)
+    return [part[:count].to(rows.device) for part, count in pairs]

@@ -193,7 +193,8 @@ class Tree:
 
     def leaves(self) -> dict[str, Any]:
         """Return the leaves by path."""
-        return {path: part for path, part in zip(self.paths, self.parts, strict=True) if type(part) is not Container}
+        pairs = zip(self.paths, self.parts, strict=True)
+        return {path: part for path, part in pairs if type(part) is not Container}
 
     def rebuild(self, leaves: Iterable[Any]) -> Any:
         """Copy the value with other leaves, in this order; containers keep their class and order."""

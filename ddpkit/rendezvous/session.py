@@ -315,7 +315,8 @@ def _lengthen(found: str, name: str, expected: int) -> list[str]:
 
 def _shorten(texts: list[str]) -> str:
     """Join the texts of all ranks; consecutive equal ones once, with their number."""
-    return json.dumps({"runs": [(text, len(list(run))) for text, run in itertools.groupby(texts)]}, ensure_ascii=False)
+    runs = [(text, len(list(run))) for text, run in itertools.groupby(texts)]
+    return json.dumps({"runs": runs}, ensure_ascii=False)
 
 
 # Barriers: waits of all ranks for each other, on torch's key-value store.
