@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, count, islice
+from itertools import chain, count, islice, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -112,8 +112,7 @@ def make_loader(
     accumulation = as_integer(accumulation, "accumulation")
     size = _samples_per_batch(batch_size, global_batch_size, accumulation, place.num_replicas)
     if not train and (shuffle or drop_last):
-        promise = "With train=False each sample comes once, in order"
-        raise ValueError(f"{promise}: remove shuffle and drop_last.")
+        raise ValueError("With train=False each sample comes once, in order: remove shuffle and drop_last.")
     if shuffle and (sampler is not None or is_stream(dataset)):
         raise ValueError("Remove shuffle: the sampler, or the stream itself, decides the order.")
     if is_stream(dataset):
@@ -212,14 +211,9 @@ class Loader(DataLoader[Any]):
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        shape: BatchShape,
-        sampler: Sampler[Any] | None,
-        place: Place,
-        seed: int,
-        **options: Any,
+        self, dataset: Any, shape: BatchShape, sampler: Sampler[Any] | None, place: Place, seed: int, **options: Any
     ) -> None:
+        self._resumable = sampler if isinstance(sampler, ResumableSampler) else None
         self._place = place
         self._seed = seed
         self._shape = shape
@@ -238,11 +232,6 @@ class Loader(DataLoader[Any]):
         super().__init__(dataset, batch_sampler=batches, **options)
         # torch does not set these with a batch sampler, but people read them
         self.__dict__.update(batch_size=size, sampler=sampler, drop_last=drop_last)
-
-    @property
-    def _resumable(self) -> ResumableSampler | None:
-        """Return the sampler if it can resume within an epoch."""
-        return self.sampler if isinstance(self.sampler, ResumableSampler) else None
 
     @property
     def epoch(self) -> int:
@@ -372,10 +361,8 @@ class Loader(DataLoader[Any]):
         with generators_kept():
             batching: dict[str, Any] = {"batch_size": self.batch_size}
             if isinstance(self.batch_sampler, _Batches):
-                indices = next(self.batch_sampler.cut(), None)
-                if indices is None:
-                    indices = list(range(len(self.dataset))[: self.batch_size])  # type: ignore[arg-type]
-                batching = {"batch_sampler": [indices]}
+                first = next(self.batch_sampler.cut(), None)
+                batching = {"batch_sampler": [first or list(range(len(self.dataset))[: self.batch_size])]}  # type: ignore[arg-type]
             pass_epoch_on(self.dataset, self.epoch)
             generator = torch.Generator("cpu")
             one_batch = DataLoader(self.dataset, collate_fn=self.collate_fn, generator=generator, **batching)
@@ -403,9 +390,8 @@ class Loader(DataLoader[Any]):
         if self._resumable is not None:
             return self._resumable.state_dict()
         batches = self._given_before
-        loop = self._counted
-        if loop is not None:
-            batches = max(batches, loop.batches)
+        if self._counted is not None:
+            batches = max(batches, self._counted.batches)
         self._check_can_skip(self.epoch, batches)
         return {"epoch": self.epoch, "batches": batches, **self._identity_of_stream()}
 
@@ -446,13 +432,12 @@ class Loader(DataLoader[Any]):
 
     def _check_can_skip(self, epoch: int, batches: int) -> None:
         """Raise inside an epoch of a sampler that may deal another order."""
-        if batches == 0 or not isinstance(self.batch_sampler, _Batches):
-            return
-        raise TypeError(
-            f"{type(self.sampler).__name__} cannot resume inside an epoch, and batch {batches} of epoch "
-            f"{epoch} is done. Take the state at the end of the epoch: after the loop, or after "
-            "set_epoch(epoch + 1). Or pass one of ddpkit's training samplers."
-        )
+        if batches and isinstance(self.batch_sampler, _Batches):
+            raise TypeError(
+                f"{type(self.sampler).__name__} cannot resume inside an epoch, and batch {batches} of epoch "
+                f"{epoch} is done. Take the state at the end of the epoch: after the loop, or after "
+                "set_epoch(epoch + 1). Or pass one of ddpkit's training samplers."
+            )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._place.check("The loader")
@@ -461,18 +446,19 @@ class Loader(DataLoader[Any]):
             self.set_epoch(self.epoch + 1)
         if self._given is not None:
             self._check_shares(self._given)
+        start = 0
         if self._resumable is not None:
             current_job.weighting.clear()
-        start = 0 if self._resumable is None else self._resumable.start
-        loop = Loop(self.epoch, start, self._given_before, self._positions())
-        self._loop = loop
+            start = self._resumable.start
+        self._loop = loop = Loop(self.epoch, start, self._given_before, self._positions())
         self._counts = True
         self._given = None
-        seed = hash_seeds("workers", self._seed, loop.epoch, start, self._place.rank)
-        self.generator.manual_seed(seed)
+        self.generator.manual_seed(hash_seeds("workers", self._seed, loop.epoch, start, self._place.rank))
         pass_epoch_on(self.dataset, loop.epoch)
         with torch.device("cpu"), starting_workers(self):  # torch draws their seed on the default device
-            return _Pass(self, self._begin(loop), loop)
+            batches = self._begin(loop)
+        # it can continue after a batch that raised; nothing else refers to it: workers end when the script drops it
+        return map(self._next, repeat(batches), repeat(loop))
 
     def _begin(self, loop: Loop) -> Iterator[Any]:
         """Start a pass of torch's DataLoader; draw its order now, not at the first batch."""
@@ -502,6 +488,7 @@ class Loader(DataLoader[Any]):
 
     def _next(self, batches: Iterator[Any], loop: Loop) -> Any:
         """Return the next batch of a pass. A batch that raises counts as well."""
+        self._check_shares(loop)
         if self.persistent_workers and self._loop is not loop:
             raise DdpkitError(
                 f"This loop over epoch {loop.epoch} cannot continue, because another loop over the same "
@@ -553,10 +540,8 @@ class Loader(DataLoader[Any]):
     @property
     def _counted(self) -> Loop | None:
         """Return the loop that the state counts, if there is one."""
-        loop = self._loop
-        if loop is None or not self._counts or loop.epoch != self.epoch:  # torch's set_epoch() bypasses ours
-            return None
-        return loop
+        loop = self._loop if self._counts else None
+        return loop if loop and loop.epoch == self.epoch else None  # torch's set_epoch() bypasses ours
 
     def unequal_shares(self) -> UnequalShares | None:
         """Return the first batch of the next loop that ranks do not share equally, if there is one."""
@@ -588,16 +573,14 @@ class Loader(DataLoader[Any]):
 
     def _warn_of_the_rest(self) -> None:
         sampler = self._resumable
-        if sampler is None or not sampler.remaining:
-            return
-        done = f"{sampler.consumed} of {sampler.n} samples"
-        warnings.warn(
-            f"The loop over epoch {self.epoch} stopped after {done}; this loop starts epoch "
-            f"{self.epoch + 1}. The rest is skipped unless the earlier loop continues; only this one counts "
-            "progress. To look at a batch use loader.peek(). If you meant to stop early, loop over "
-            "loader.epochs(n), or call loader.set_epoch() first.",
-            stacklevel=3,
-        )
+        if sampler is not None and sampler.remaining:
+            warnings.warn(
+                f"The loop over epoch {self.epoch} stopped after {sampler.consumed} of {sampler.n} samples; this loop "
+                f"starts epoch {self.epoch + 1}. The rest is skipped unless the earlier loop continues; only this one "
+                "counts progress. To look at a batch use loader.peek(). If you meant to stop early, loop over "
+                "loader.epochs(n), or call loader.set_epoch() first.",
+                stacklevel=3,
+            )
 
 
 class UnequalShares(NamedTuple):
@@ -670,42 +653,24 @@ class Loop:
         text = f"asked for batch {self.batches} of epoch {self.epoch}"
         if not self.drawn:
             return text
-        samples = ", ".join(map(str, self.drawn[0][:_SHOWN]))
-        more = ", ..." if len(self.drawn[0]) > _SHOWN else ""
-        return f"{text}, samples {samples}{more}"
+        samples = [*map(str, self.drawn[0])]
+        return f"{text}, samples {', '.join(samples[:_SHOWN] + ['...'] * (len(samples) > _SHOWN))}"
 
 
 def _is_from_script(error: StopIteration, loop: Loop) -> bool:
     """Return whether the script raised it, and the data has not ended."""
-    if type(error) is not StopIteration:  # `check` ends an epoch early by one of its own
-        return False
-    return is_from_worker(error) or bool(loop.drawn and not loop.all_drawn)
-
-
-class _Pass(Iterator[Any]):
-    """One pass over a loader, which can continue after a batch that raised.
-
-    Its loop does not refer to it: workers end as soon as the script drops the iterator.
-    """
-
-    def __init__(self, loader: Loader, batches: Iterator[Any], loop: Loop) -> None:
-        self._loader = loader
-        self._batches = batches
-        self._loop = loop
-
-    def __next__(self) -> Any:
-        self._loader._check_shares(self._loop)
-        return self._loader._next(self._batches, self._loop)
+    ended = not loop.drawn or loop.all_drawn
+    # `check` ends an epoch early by an exception of its own
+    return type(error) is StopIteration and (is_from_worker(error) or not ended)
 
 
 def _skip(batches: Iterator[Any], loop: Loop) -> None:
     """Skip the batches of a stream that a loaded state counts."""
-    if loop.batches >= loop.first:
-        return
-    with generators_kept():
-        while loop.batches < loop.first:
-            next(batches)
-            loop.batches += 1
+    if loop.batches < loop.first:
+        with generators_kept():
+            while loop.batches < loop.first:
+                next(batches)
+                loop.batches += 1
 
 
 class _Batches(BatchSampler):
@@ -741,15 +706,15 @@ class Batch(list[int]):
     seeds: Seeds
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _seed_worker_and_unpack, (list(self), *self.seeds)
+        return _seed_worker_and_unpack, (list(self), self.seeds)
 
 
-def _seed_worker_and_unpack(indices: list[int], seed: int, epoch: int, rank: int, position: int) -> list[int]:
+def _seed_worker_and_unpack(indices: list[int], seeds: Seeds) -> list[int]:
     """Return a batch's indices; in the worker that loads them, set its seeds and epoch."""
     worker = get_worker_info()
     if worker is not None:  # else the list is copied in the main process
-        seed_cpu(hash_seeds("batch", seed, epoch, rank, position))
-        pass_epoch_on(worker.dataset, epoch)
+        seed_cpu(hash_seeds("batch", *seeds))
+        pass_epoch_on(worker.dataset, seeds[1])
     return indices
 
 
@@ -764,18 +729,17 @@ def check_options(call: str, options: dict[str, Any]) -> None:
 
 def _check_sampler(sampler: Sampler[int], place: Place, size: int) -> None:
     """Raise for a sampler of another rank, or one that gives ranks different numbers of batches."""
-    found_rank = getattr(sampler, "rank", None)
-    found_size = getattr(sampler, "num_replicas", None)
-    if found_rank is None and found_size is None:
+    found = getattr(sampler, "rank", None), getattr(sampler, "num_replicas", None)
+    if found == (None, None):
         if place.num_replicas > 1:
             raise TypeError(
                 f"{type(sampler).__name__} does not split its samples: each of {place.num_replicas} ranks "
                 "would load them all. Pass DistributedSampler, DistributedWeightedSampler, or a sampler "
                 "with attributes num_replicas and rank that yields this rank's share."
             )
-    elif (found_rank, found_size) != (place.rank, place.num_replicas):
+    elif found != (place.rank, place.num_replicas):
         raise ValueError(
-            f"The sampler is for rank {found_rank} of {found_size}, but this is rank {place.rank} of "
+            f"The sampler is for rank {found[0]} of {found[1]}, but this is rank {place.rank} of "
             f"{place.num_replicas}. If ranks share samples, pass num_replicas and rank here, too."
         )
     if isinstance(sampler, ResumableSampler) and sampler.global_batch_size not in (place.num_replicas, size):

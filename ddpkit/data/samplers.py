@@ -11,10 +11,10 @@ import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import chain
 from math import isqrt
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import Sampler, get_worker_info
@@ -84,10 +84,8 @@ def bijection(n: int, bits: np.random.PCG64) -> Order:
 
     def order(positions: Positions) -> Positions:
         numbers = mixed(positions)
-        beyond = np.flatnonzero(numbers >= n)
-        while beyond.size:  # repeat until the number is below n, which keeps it a bijection
+        while (beyond := np.flatnonzero(numbers >= n)).size:  # repeat until below n, which keeps it a bijection
             numbers[beyond] = mixed(numbers[beyond])
-            beyond = np.flatnonzero(numbers >= n)
         return numbers
 
     return order
@@ -107,8 +105,7 @@ def _wrapped(values: Positions, size: int) -> Positions:
 # One of the readers that split a dataset.
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """One of `num_replicas` readers of a dataset; by default this process among the data-parallel ranks.
 
     Attributes:
@@ -136,8 +133,9 @@ class Place:
         num_replicas = as_integer(num_replicas, "num_replicas")
         rank = as_integer(rank, "rank", least=0)
         if rank >= num_replicas:
-            found = f"rank is {rank} and num_replicas is {num_replicas}"
-            raise ValueError(f"rank must be in [0, num_replicas), but {found}.")
+            raise ValueError(
+                f"rank must be in [0, num_replicas), but rank is {rank} and num_replicas is {num_replicas}."
+            )
         return cls(rank, num_replicas, made_for)
 
     def check(self, name: str) -> None:
@@ -180,13 +178,7 @@ class ResumableSampler(Sampler[int], ABC):
         drop_last: Whether to drop the samples that do not fill a step.
     """
 
-    def __init__(
-        self,
-        n: int,
-        num_replicas: int | None,
-        rank: int | None,
-        seed: int,
-    ) -> None:
+    def __init__(self, n: int, num_replicas: int | None, rank: int | None, seed: int) -> None:
         self.place = Place.choose(num_replicas, rank)
         self.num_replicas, self.rank = self.place.num_replicas, self.place.rank
         self.n = n
@@ -240,8 +232,7 @@ class ResumableSampler(Sampler[int], ABC):
         if self.end_from(0) == 0:
             raise ValueError(
                 f"drop_last=True drops all {self.n} samples: {self.num_replicas} ranks take "
-                f"{global_batch_size * accumulation} per step. Use fewer ranks, a smaller batch, or "
-                "drop_last=False."
+                f"{global_batch_size * accumulation} per step. Use fewer ranks, a smaller batch, or drop_last=False."
             )
 
     @property
@@ -309,21 +300,15 @@ class ResumableSampler(Sampler[int], ABC):
     def _blocks(self, order: Order, positions: range) -> Iterator[list[int]]:
         """Yield this rank's samples, in blocks of whole batches, the last batch alone if it is incomplete."""
         size = self.global_batch_size
-        whole = positions[: len(positions) // size * size]
+        tail = len(positions) % size
         mine = self.rank + self.num_replicas * np.arange(self.share_of(size), dtype=np.int64)
-        batches = whole[::size]
-        per_block = max(1, _BLOCK // len(mine))
-        for first in range(0, len(batches), per_block):
-            block = batches[first : first + per_block]
-            starts = np.arange(block.start, block.stop, size, dtype=np.int64)
-            yield self._numbers(order, np.add.outer(starts, mine).ravel())
-        tail = positions[len(whole) :]
+        end = positions.stop - tail
+        per_block = max(1, _BLOCK // len(mine)) * size
+        for first in range(positions.start, end, per_block):
+            starts = np.arange(first, min(first + per_block, end), size, dtype=np.int64)
+            yield order(np.add.outer(starts, mine).ravel() % self.n).tolist()  # padding is from the front
         if tail:
-            yield self._numbers(order, tail.start + mine[: self.share_of(len(tail))])
-
-    def _numbers(self, order: Order, positions: Positions) -> list[int]:
-        numbers: list[int] = order(positions % self.n).tolist()  # padding is from the front
-        return numbers
+            yield order((end + mine[: self.share_of(tail)]) % self.n).tolist()
 
 
 class _Indices(Iterator[int]):
@@ -338,16 +323,16 @@ class _Indices(Iterator[int]):
         self._begin(sampler.start)
 
     def __next__(self) -> int:
-        index = next(self._block, None)
-        if index is None:
-            self._read_block()
-            index = next(self._block)
+        index = next(self._indices)
+        self._drawn += 1
         return index
 
     def state_dict(self) -> dict[str, int]:
         """Return the samples that all ranks together have drawn, if all draw alike."""
-        left = operator.length_hint(self._block) * self._sampler.num_replicas
-        return {"consumed": min(self._position - left, self._sampler.n)}
+        end = self._positions.stop
+        if self._drawn == self._sampler._count(len(self._positions)):  # the ranks' last shares may be unequal
+            return {"consumed": end}
+        return {"consumed": min(end, self._positions.start + self._drawn * self._sampler.num_replicas)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue behind the samples drawn; the sampler's next pass begins at the front, as in torch."""
@@ -356,16 +341,9 @@ class _Indices(Iterator[int]):
         self._sampler.start = 0
 
     def _begin(self, position: int) -> None:
-        self._block = iter(list[int]())  # the rest of the current block
-        self._position = position  # behind it
-        self._end = self._sampler.end_from(position)
-        self._blocks = self._sampler._blocks(self._order, range(position, self._end))
-
-    def _read_block(self) -> None:
-        block = next(self._blocks)  # else the pass ends
-        is_rest = self._end - self._position < self._sampler.global_batch_size  # its shares are unequal
-        self._position = self._end if is_rest else self._position + len(block) * self._sampler.num_replicas
-        self._block = iter(block)
+        self._positions = range(position, self._sampler.end_from(position))
+        self._indices = chain.from_iterable(self._sampler._blocks(self._order, self._positions))
+        self._drawn = 0
 
 
 class DistributedSampler(ResumableSampler):
@@ -411,10 +389,9 @@ class DistributedSampler(ResumableSampler):
         batch_size: int = 1,
     ) -> None:
         n = _length(dataset)
-        batch_size = as_integer(batch_size, "batch_size")
         super().__init__(n, num_replicas, rank, seed)
         self.shuffle = bool(shuffle)
-        self.cut_into(self.num_replicas * batch_size, drop_last=drop_last)
+        self.cut_into(self.num_replicas * as_integer(batch_size, "batch_size"), drop_last=drop_last)
 
     def _identity(self) -> dict[str, Any]:
         return {"seed": self.seed, "n": self.n, "shuffle": self.shuffle}
@@ -469,11 +446,9 @@ class DistributedWeightedSampler(ResumableSampler):
         self.replacement = bool(replacement)
         possible = np.count_nonzero(self.weights)
         if self.weights.ndim != 1 or not possible or not np.all(np.isfinite(self.weights) & (self.weights >= 0)):
-            expected = "finite numbers >= 0, at least one of them positive"
-            raise ValueError(f"weights must be a vector of {expected}.")
+            raise ValueError("weights must be a vector of finite numbers >= 0, at least one of them positive.")
         if not replacement and num_samples > possible:
-            found = f"only {possible} weights are positive"
-            raise ValueError(f"Cannot draw {num_samples} different samples: {found}.")
+            raise ValueError(f"Cannot draw {num_samples} different samples: only {possible} weights are positive.")
 
     def _identity(self) -> dict[str, Any]:
         digest = blake2b(self.weights.tobytes(), digest_size=8).hexdigest()
@@ -526,12 +501,7 @@ class DistributedEvalSampler(Sampler[int]):
         [[0, 3], [1, 4], [2]]
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        num_replicas: int | None = None,
-        rank: int | None = None,
-    ) -> None:
+    def __init__(self, dataset: Any, num_replicas: int | None = None, rank: int | None = None) -> None:
         self.place = Place.choose(num_replicas, rank)
         self.num_replicas, self.rank = self.place.num_replicas, self.place.rank
         self.n = _length(dataset)
@@ -546,8 +516,7 @@ class DistributedEvalSampler(Sampler[int]):
 
 def _length(dataset: Any) -> int:
     if not hasattr(dataset, "__len__"):
-        kind = type(dataset).__name__
-        raise TypeError(f"A sampler needs a dataset with a length; {kind} has no __len__.")
+        raise TypeError(f"A sampler needs a dataset with a length; {type(dataset).__name__} has no __len__.")
     length = len(dataset)
     if length == 0:
         raise ValueError("The dataset is empty: there is nothing to sample.")
@@ -564,9 +533,8 @@ def check_identity(state: Mapping[str, Any], identity: Mapping[str, Any]) -> Non
         saved = state.get(name)
         if saved != now:
             raise ValueError(
-                f"Cannot resume: {name} was {saved!r} when the state was saved and is {now!r} now, "
-                "which changes the order of the samples. Restore the old value, or start a new "
-                "epoch."
+                f"Cannot resume: {name} was {saved!r} when the state was saved and is {now!r} now, which changes the "
+                "order of the samples. Restore the old value, or start a new epoch."
             )
 
 
@@ -588,6 +556,5 @@ def read_progress(state: Any, name: str, unit: str, limit: float = math.inf) -> 
     epoch: Any = state.get("epoch")
     done: Any = state.get(name)
     if type(epoch) is not int or type(done) is not int or epoch < 0 or not 0 <= done <= limit:
-        problem = f"the state has epoch {epoch!r} with {done!r} {unit}"
-        raise ValueError(f"Cannot resume: {problem}. Start a new epoch.")
+        raise ValueError(f"Cannot resume: the state has epoch {epoch!r} with {done!r} {unit}. Start a new epoch.")
     return epoch, done
