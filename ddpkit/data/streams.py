@@ -42,7 +42,7 @@ def pass_epoch_on(owner: Any, epoch: int) -> None:
     if isinstance(inner, dict):
         inner = inner.values()
     for each in [held.get("dataset"), *(inner or ())]:
-        if each is not None and each is not owner:
+        if each is not owner:
             pass_epoch_on(each, epoch)
 
 
@@ -71,23 +71,22 @@ def shards_of(dataset: Any, place: Place, seed: int, num_workers: int, persisten
         _check_has_seed(dataset)
     workers = max(num_workers, 1)
     readers = place.num_replicas * workers
-    has_shards = hasattr(dataset, "shard")
     shards = getattr(dataset, "num_shards", None)
     if isinstance(shards, int) and shards < readers:
         raise ValueError(
             f"The stream has num_shards={shards}, but each of {readers} readers ({place.num_replicas} "
             f"ranks x {workers} workers) needs one. {_FEWER}"
         )
-    if readers > 1 and not has_shards:
+    if hasattr(dataset, "shard"):
+        _check_takes_place(dataset)
+    elif readers > 1:
         raise TypeError(
             f"{type(dataset).__name__} has no shard(index, num_shards): each of {readers} readers would "
             "read all of it. Pass an object with this method, which returns one part as an iterable; "
             "or, if the stream splits itself, use torch's DataLoader."
         )
-    if num_workers == 0 and not has_shards:
+    elif num_workers == 0:
         return dataset
-    if has_shards:
-        _check_takes_place(dataset)
     return Stream(dataset, place, seed, workers, persistent)
 
 
@@ -141,13 +140,12 @@ def split_twice() -> TypeError:
 @contextmanager
 def reading(dataset: Any) -> Iterator[None]:
     """Let the block, and the workers that it starts, read a stream, which refuses others."""
-    is_guarded = isinstance(dataset, Stream)
-    if is_guarded:
+    if isinstance(dataset, Stream):
         dataset.is_open = True
     try:
         yield
     finally:
-        if is_guarded:
+        if isinstance(dataset, Stream):
             dataset.is_open = False
 
 
@@ -219,8 +217,7 @@ class Stream(IterableDataset[Any]):
             ranks = self.place.num_replicas
             warnings.warn(
                 f"Rank {self.place.rank} of {ranks}, worker {reader % self.readers} of {self.readers}, has nothing to "
-                f"read: part {reader} of {ranks * self.readers} parts of the stream is empty. "
-                f"{_FEWER}",
+                f"read: part {reader} of {ranks * self.readers} parts of the stream is empty. {_FEWER}",
                 stacklevel=2,
             )
 
@@ -230,7 +227,5 @@ def _without_node_splitters(part: Any) -> Any:
     if not isinstance(getattr(part, "pipeline", None), list) or not hasattr(part, "compose"):
         return part
     copy = part.compose()
-    names = [getattr(stage, "__name__", "") for stage in part.pipeline]
-    stages = zip(names, part.pipeline, strict=True)
-    copy.pipeline = [stage for name, stage in stages if name not in _NODE_SPLITTERS]
+    copy.pipeline = [stage for stage in part.pipeline if getattr(stage, "__name__", "") not in _NODE_SPLITTERS]
     return copy

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import compress
 from typing import Any, SupportsFloat, TypeVar, overload
 
 import numpy as np
@@ -62,14 +63,10 @@ def accumulate(model: nn.Module, step: int, every: int, last: bool = False) -> I
         check_tensors("accumulate()", without_dtensors(model.named_parameters()))
     complete = last or (step + 1) % every == 0
     with ExitStack() as stack:
-        if not complete:
-            for module in model.modules():
-                if is_fully_sharded(module):
-                    stack.enter_context(_no_gradient_sync(module))
-                if not isinstance(module, DistributedDataParallel):
-                    continue
-                if module.static_graph and step % every == 0:
-                    continue
+        for module in () if complete else model.modules():
+            if is_fully_sharded(module):
+                stack.enter_context(_no_gradient_sync(module))
+            if isinstance(module, DistributedDataParallel) and not (module.static_graph and step % every == 0):
                 stack.enter_context(module.no_sync())
         yield complete
 
@@ -133,8 +130,9 @@ def global_mean(loss_sum: Any, count: Any, *, minimum: float = 0) -> Any:
             global_mean(model, sum(len(x) for x, _ in batches))    # then optimizer.step()
     """
     peers = current_job.data_parallel()
+    is_model = isinstance(loss_sum, nn.Module)
     with raise_everywhere("global_mean()", peers):
-        if isinstance(loss_sum, nn.Module):
+        if is_model:
             check_tensors("global_mean()", without_dtensors(loss_sum.named_parameters()))
         elif isinstance(loss_sum, Tensor):
             check_tensors("global_mean()", [("the loss", loss_sum)])
@@ -142,8 +140,7 @@ def global_mean(loss_sum: Any, count: Any, *, minimum: float = 0) -> Any:
             count = count.item()  # a float16 sum would overflow
         if not 0 <= count < math.inf:
             raise ValueError(f"global_mean() needs a count of at least 0, got {count}.")
-        counts_a_batch = not isinstance(loss_sum, nn.Module)  # else perhaps several
-        current_job.weighting["global_mean"] = count if counts_a_batch else 0
+        current_job.weighting["global_mean"] = 0 if is_model else count  # 0, as it may count several batches
         if not isinstance(minimum, int | float) or not 0 <= minimum < math.inf:
             raise ValueError(f"global_mean() needs a minimum of at least 0, got {minimum!r}.")
         call = f"global_mean(minimum={minimum:g})" if minimum else "global_mean()"
@@ -154,7 +151,7 @@ def global_mean(loss_sum: Any, count: Any, *, minimum: float = 0) -> Any:
             "have none (no object, only padding tokens), pass minimum=1: it then divides by max(1, count)."
         )
     factor = get_data_parallel_world_size() / total
-    if not isinstance(loss_sum, nn.Module):
+    if not is_model:
         return loss_sum * factor
     with torch.inference_mode(False), torch.no_grad():
         _scale_gradients(loss_sum, factor)
@@ -166,9 +163,8 @@ def _scale_gradients(model: nn.Module, factor: float) -> None:
     parameters = [p for p in model.parameters() if p.grad is not None]
     gradients = [local_part(p.grad) for p in parameters]
     fit = can_be_overwritten(gradients)
-    for i, p in enumerate(parameters):
-        if not fit[i]:  # before those that share its memory are multiplied
+    for p, fits in zip(parameters, fit, strict=True):
+        if not fits:  # before those that share its memory are multiplied
             p.grad = torch.mul(p.grad, factor)  # type: ignore[arg-type]
-    for i, gradient in enumerate(gradients):
-        if fit[i]:
-            gradient.mul_(factor)
+    for gradient in compress(gradients, fit):
+        gradient.mul_(factor)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 from ..arguments import as_integer
 
 Rule = Literal["linear", "sqrt", "none"]
 
-_LINEAR = ("SGD", "LARS")
-_SQRT = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "SparseAdam", "Adagrad", "RMSprop", "Lamb", "LAMB")
+_RULES: dict[Rule, tuple[str, ...]] = {
+    "linear": ("SGD", "LARS"),
+    "sqrt": ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "SparseAdam", "Adagrad", "RMSprop", "Lamb", "LAMB"),
+}
 _POWERS = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}
 _SCALED_BY = "lr_scaled_by"  # in the optimizer's groups, so that checkpoints contain it
 
@@ -51,8 +53,7 @@ def scale_lr(base_lr: float, factor: float, rule: Rule = "linear") -> float:
     if rule not in _POWERS:
         raise ValueError(f"rule must be one of {', '.join(_POWERS)}, got {rule!r}.")
     if not 0 < factor < math.inf:
-        meaning = "global batch / base batch"
-        raise ValueError(f"factor must be positive and finite ({meaning}), got {factor!r}.")
+        raise ValueError(f"factor must be positive and finite (global batch / base batch), got {factor!r}.")
     return float(base_lr * factor ** _POWERS[rule])
 
 
@@ -102,12 +103,12 @@ def rule_for(optimizer: Any) -> Rule:
     """
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
     for base in cls.__mro__:
-        if base.__name__ in _LINEAR:
-            return "linear"
-        if base.__name__ in _SQRT:
-            return "sqrt"
-    remedy = "pass rule='linear', 'sqrt' or 'none' yourself"
-    raise ValueError(f"No learning-rate rule is known for {cls.__name__}; {remedy}.")
+        for rule, names in _RULES.items():
+            if base.__name__ in names:
+                return rule
+    raise ValueError(
+        f"No learning-rate rule is known for {cls.__name__}; pass rule='linear', 'sqrt' or 'none' yourself."
+    )
 
 
 @dataclass(frozen=True)
@@ -142,9 +143,10 @@ class ScalePlan:
     base_batch_size: int
     base_lr: float
     world_size: int
-    keep: Literal["per_rank", "global"] = field(default="per_rank", kw_only=True)
-    rule: Rule | Literal["auto"] = field(default="auto", kw_only=True)
-    accumulation: int = field(default=1, kw_only=True)
+    _: KW_ONLY
+    keep: Literal["per_rank", "global"] = "per_rank"
+    rule: Rule | Literal["auto"] = "auto"
+    accumulation: int = 1
 
     def __post_init__(self) -> None:
         for name in ("base_batch_size", "world_size", "accumulation"):
@@ -239,7 +241,14 @@ class ScalePlan:
         """
         groups: Iterable[dict[str, Any]] = optimizer.param_groups
         for group in groups:
-            _check_unscaled(group)
+            if _SCALED_BY in group:
+                found = f"was already scaled by {group[_SCALED_BY]:g}"
+                raise ValueError(f"This optimizer's learning rate {found}; apply a plan only once.")
+            if "initial_lr" in group:
+                raise ValueError(
+                    "A learning-rate scheduler has already read this optimizer's learning rate (initial_lr "
+                    "is set) and would undo the scaling. Apply the plan before creating the scheduler."
+                )
         rule = rule_for(optimizer) if self.rule == "auto" else self.rule
         scale = scale_lr(1.0, self.factor, rule)
         for group in groups:
@@ -247,35 +256,18 @@ class ScalePlan:
             group[_SCALED_BY] = scale
 
     def __str__(self) -> str:
-        batch = f"{self.global_batch_size} samples per optimiser step"
-        rows = {
-            "ranks x accumulation": f"{self.world_size} x {self.accumulation}",
-            "batch per rank": f"{self.per_rank_batch_size} samples per forward",
-            "global batch": f"{batch}, {self.factor:g} x the base of {self.base_batch_size}",
-            "learning rate": self._describe_lr(),
-        }
-        return "\n".join(f"{name:<20}  {value}" for name, value in rows.items())
-
-    def _describe_lr(self) -> str:
-        if self.factor == 1:
-            return f"{self.base_lr:g}, unchanged"
         rules: tuple[Rule, ...] = ("linear", "sqrt") if self.rule == "auto" else (self.rule,)
         scaled = [f"{scale_lr(self.base_lr, self.factor, rule):g} ({rule})" for rule in rules]
-        return f"{self.base_lr:g} -> {' or '.join(scaled)}"
+        change = ", unchanged" if self.factor == 1 else f" -> {' or '.join(scaled)}"
+        return (
+            f"ranks x accumulation  {self.world_size} x {self.accumulation}\n"
+            f"batch per rank        {self.per_rank_batch_size} samples per forward\n"
+            f"global batch          {self.global_batch_size} samples per optimiser step, "
+            f"{self.factor:g} x the base of {self.base_batch_size}\n"
+            f"learning rate         {self.base_lr:g}{change}"
+        )
 
 
 def applied_scales(optimizer: Any) -> list[float | None]:
     """Return the factor by which `ScalePlan.apply()` scaled each group's learning rate."""
     return [group.get(_SCALED_BY) for group in optimizer.param_groups]
-
-
-def _check_unscaled(group: dict[str, Any]) -> None:
-    """Raise if an optimizer's group was scaled before, or a scheduler has read it."""
-    if _SCALED_BY in group:
-        found = f"was already scaled by {group[_SCALED_BY]:g}"
-        raise ValueError(f"This optimizer's learning rate {found}; apply a plan only once.")
-    if "initial_lr" in group:
-        raise ValueError(
-            "A learning-rate scheduler has already read this optimizer's learning rate (initial_lr "
-            "is set) and would undo the scaling. Apply the plan before creating the scheduler."
-        )

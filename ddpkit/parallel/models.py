@@ -56,25 +56,17 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 def wrapped_paths(model: nn.Module) -> set[str]:
     """Find the paths in a model where a wrapper holds a module, such as "actor.module"."""
-    found = set()
-    for path, module in model.named_modules(remove_duplicate=False):
-        child = child_of_wrapper(module)
-        if child:
-            found.add(join_path(path, child))
-    return found
+    modules = model.named_modules(remove_duplicate=False)
+    return {join_path(path, child) for path, module in modules if (child := child_of_wrapper(module))}
 
 
 def join_path(path: str, name: str) -> str:
     """Join a dotted path, possibly empty, and the name of a child."""
-    if not path:
-        return name
-    return f"{path}.{name}"
+    return f"{path}.{name}" if path else name
 
 
 def strip(name: str, wrapped: set[str]) -> str:
     """Remove the parts at these paths from a dotted name."""
-    if not wrapped:
-        return name
     path = ""
     kept = []
     for part in name.split("."):
@@ -104,11 +96,8 @@ def clean_state_dict(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
         {'0.weight': 1, '1.bias': 2}
     """
     wrappers = _find_wrappers(state_dict)
-    cleaned: OrderedDict[str, Any] = OrderedDict()
-    for key, value in state_dict.items():
-        cleaned[strip(key, wrappers)] = value
-    versions = module_versions(state_dict)
-    if versions:
+    cleaned = OrderedDict((strip(key, wrappers), value) for key, value in state_dict.items())
+    if versions := module_versions(state_dict):
         by_path = {strip(path, wrappers): version for path, version in versions.items()}
         set_module_versions(cleaned, by_path)
     return cleaned
@@ -123,35 +112,24 @@ def _find_wrappers(keys: Iterable[str]) -> set[str]:
             child = join_path(parent, name)
             children.setdefault(parent, set()).add(child)
             parent = child
-    wrappers = set()
-    for siblings in children.values():
-        if len(siblings) > 1:
-            continue
-        (child,) = siblings
-        name = child.rpartition(".")[2]
-        if name in ("module", "_orig_mod") and child in children:
-            wrappers.add(child)
-    return wrappers
+    parents = {child for siblings in children.values() if len(siblings) == 1 for child in siblings & children.keys()}
+    return {path for path in parents if path.rpartition(".")[2] in ("module", "_orig_mod")}
 
 
-def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Name a model's parameters, then its buffers, as the unwrapped model does."""
-    return _unwrapped_names(model, [*model.named_parameters(), *model.named_buffers()])
+    return named_parameters(model) | unwrapped_names(model, model.named_buffers())
 
 
-def named_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
+def named_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Name a model's parameters, as the unwrapped model does."""
-    return _unwrapped_names(model, model.named_parameters())
+    return unwrapped_names(model, model.named_parameters())
 
 
-def named_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Name a model's buffers, as the unwrapped model does."""
-    return _unwrapped_names(model, model.named_buffers())
-
-
-def _unwrapped_names(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+def unwrapped_names(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Name some of a model's tensors as the unwrapped model does."""
     wrapped = wrapped_paths(model)
-    return [(strip(name, wrapped), tensor) for name, tensor in named]
+    return {strip(name, wrapped): tensor for name, tensor in named}
 
 
 def check_module(call: str, model: object) -> None:
@@ -160,12 +138,9 @@ def check_module(call: str, model: object) -> None:
     Raises:
         TypeError: If it is not.
     """
-    if isinstance(model, nn.Module):
-        return
-    problem = f"{call} takes a torch.nn.Module, got {type(model).__name__}."
-    if isinstance(model, list | tuple | dict):
-        problem += " Call it for each of them."
-    raise TypeError(problem)
+    if not isinstance(model, nn.Module):
+        remedy = " Call it for each of them." if isinstance(model, list | tuple | dict) else ""
+        raise TypeError(f"{call} takes a torch.nn.Module, got {type(model).__name__}.{remedy}")
 
 
 def without_dtensors(tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
@@ -181,16 +156,16 @@ def check_tensors(call: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         ValueError: If some are not initialised yet, or on the meta device.
     """
     tensors = list(tensors)
-    problem = explain_sharded(call, tensors)
-    if problem:
+    if problem := explain_sharded(call, tensors):
         raise TypeError(problem)
     for name, tensor in tensors:
         if is_lazy(tensor):
-            remedy = "call the model once first"
-            raise ValueError(f"{call} needs initialised tensors, but {name} is lazy: {remedy}.")
+            raise ValueError(f"{call} needs initialised tensors, but {name} is lazy: call the model once first.")
         if tensor.is_meta:
-            remedy = "call to_empty(device=ddpkit.get_device()) and initialise the model first"
-            raise ValueError(f"{call} needs values, but {name} is on the meta device: {remedy}.")
+            raise ValueError(
+                f"{call} needs values, but {name} is on the meta device: call to_empty(device=ddpkit.get_device()) "
+                "and initialise the model first."
+            )
 
 
 def broadcast_into(tensors: list[Tensor]) -> None:
@@ -204,21 +179,25 @@ def broadcast_into(tensors: list[Tensor]) -> None:
 
 def can_be_overwritten(tensors: Iterable[Tensor | None]) -> list[bool]:
     """Return for each tensor whether it can be overwritten after those that cannot were replaced by new ones."""
-    memory = set()  # of tensors that can be overwritten
+    memory: set[int | None] = {None}  # of tensors that can be overwritten
     fit = []
     for tensor in tensors:
-        if tensor is None or tensor.layout is not torch.strided or not tensor.is_contiguous():
-            fit.append(False)
-            continue
-        if tensor.is_inference() or has_no_memory(tensor):
-            fit.append(False)
-            continue
-        start = tensor.untyped_storage().data_ptr()
+        start = None
+        if tensor is not None and tensor.layout is torch.strided and tensor.is_contiguous():
+            start = None if tensor.is_inference() or has_no_memory(tensor) else tensor.untyped_storage().data_ptr()
         fit.append(start not in memory)
         memory.add(start)
     return fit
 
 
 def describe_tensors(tensors: Mapping[Any, Tensor]) -> dict[str, str]:
-    """Describe each tensor by dtype and shape."""
-    return {str(name): f"{name_dtype(tensor.dtype)}{list(tensor.shape)}" for name, tensor in tensors.items()}
+    """Describe each tensor by dtype and shape, and name frozen parameters so."""
+    return {
+        str(name): f"{name_dtype(tensor.dtype)}{list(tensor.shape)}{mark_if_frozen(tensor)}"
+        for name, tensor in tensors.items()
+    }
+
+
+def mark_if_frozen(tensor: Any) -> str:
+    """Return ", frozen" for a parameter that needs no gradient."""
+    return ", frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""

@@ -26,10 +26,11 @@ from .models import (
     check_module,
     check_tensors,
     describe_tensors,
-    named_buffers,
+    mark_if_frozen,
     named_parameters,
     named_tensors,
     strip,
+    unwrapped_names,
     without_dtensors,
     wrapped_paths,
 )
@@ -85,13 +86,17 @@ def check_replicas(
     call, peers = "check_replicas()", current_job.data_parallel()
     with raise_everywhere(call, peers):
         whole = _as_one_module(call, model)
-        check_tensors(call, without_dtensors(named_tensors(whole)))
+        check_tensors(call, without_dtensors(named_tensors(whole).items()))
         optimizers = _name_optimizers(call, optimizer)
         if lifecycle.enter_collective() is None:
             return
-        values = _model_values(whole)
+        named = named_parameters(whole)
+        buffers = unwrapped_names(whole, whole.named_buffers())
+        values: dict[str, Any] = {f"parameter {name}": parameter for name, parameter in named.items()}
+        values |= {f"buffer {name}": buffer for name, buffer in buffers.items()}
+        names = {parameter: name for name, parameter in named.items()}
         for name, each in optimizers.items():
-            values |= _optimizer_values(name, whole, each)
+            values |= _optimizer_values(name, names, each)
         mine = {name: _describe(value) for name, value in values.items()} | _modes(whole)
     check_fingerprint(fingerprint_of(call), peers)
     _compare(mine, peers)
@@ -120,33 +125,28 @@ def replicated_parts(values: Mapping[str, Any]) -> dict[dist.ProcessGroup, Entri
 
 def _describe(value: Any) -> str:
     """Describe a value as the data-parallel ranks compare it; they hold different parts of a DTensor."""
-    frozen = ", frozen" if isinstance(value, nn.Parameter) and not value.requires_grad else ""
     if not is_dtensor(value):
-        return digest(value) + frozen
-    return f"{name_dtype(value.dtype)}{list(value.shape)} DTensor, {', '.join(map(str, value.placements))}{frozen}"
+        return digest(value) + mark_if_frozen(value)
+    placements = ", ".join(map(str, value.placements))
+    return f"{name_dtype(value.dtype)}{list(value.shape)} DTensor, {placements}{mark_if_frozen(value)}"
 
 
 def _as_one_module(call: str, model: Any) -> nn.Module:
     """Return the model, or one module that holds those of a list, named by index."""
-    if not isinstance(model, list | tuple):
-        check_module(call, model)
-        return cast(nn.Module, model)
-    for each in model:
+    is_list = isinstance(model, list | tuple)
+    for each in model if is_list else [model]:
         check_module(call, each)
-    return nn.ModuleList(model)
+    return nn.ModuleList(model) if is_list else cast(nn.Module, model)
 
 
 def _name_optimizers(call: str, optimizer: Any) -> dict[str, Optimizer]:
     """Name an optimizer, or those of a list by index."""
-    if optimizer is None:
-        return {}
-    named = {"optimizer": optimizer}
+    named = {} if optimizer is None else {"optimizer": optimizer}
     if isinstance(optimizer, list | tuple):
         named = {f"optimizer {i}": each for i, each in enumerate(optimizer)}
     for each in named.values():
         if not isinstance(each, Optimizer):
-            kind = type(each).__name__
-            raise TypeError(f"{call} takes a torch.optim.Optimizer, or a list of them, got {kind}.")
+            raise TypeError(f"{call} takes a torch.optim.Optimizer, or a list of them, got {type(each).__name__}.")
     return named
 
 
@@ -160,47 +160,36 @@ def gather_unless_equal(mine: Entries, peers: Peers | None) -> dict[int, Entries
 
 def _explain(everyone: dict[int, Entries]) -> str:
     """List the entries that differ, with their values by rank."""
-    names = {name for entries in everyone.values() for name in entries}
     differing = differing_parts(everyone)
     if not differing:
         disorder = explain_disorder({rank: list(entries) for rank, entries in everyone.items()})
         return f"The ranks hold equal entries in different orders: {disorder}"
-    remedy = ""
-    if any(name.startswith("buffer ") for name in differing):
-        remedy = " (sync_buffers(model) makes buffers equal)"
+    has_buffers = any(name.startswith("buffer ") for name in differing)
+    remedy = " (sync_buffers(model) makes buffers equal)" if has_buffers else ""
     lines = [f"{name}: {values}" for name, values in differing.items()]
-    head = f"{len(lines)} of {len(names)} entries differ between ranks{remedy}:"
+    head = f"{len(lines)} of {len(set().union(*everyone.values()))} entries differ between ranks{remedy}:"
     return list_lines(head, lines, _DIFFERENCES_SHOWN)
-
-
-def _model_values(model: nn.Module) -> dict[str, Any]:
-    parameters = {f"parameter {name}": parameter for name, parameter in named_parameters(model)}
-    return parameters | {f"buffer {name}": buffer for name, buffer in named_buffers(model)}
 
 
 def _modes(model: nn.Module) -> Entries:
     """Report the training mode of modules that differ from the model's."""
-    entries = {}
     wrapped = wrapped_paths(model)
-    for path, module in model.named_modules():
-        if module is model or module.training != model.training:
-            name = strip(path, wrapped) or "the model"
-            entries[f"mode of {name}"] = "train" if module.training else "eval"
-    return entries
+    return {
+        f"mode of {strip(path, wrapped) or 'the model'}": "train" if module.training else "eval"
+        for path, module in model.named_modules()
+        if module is model or module.training != model.training
+    }
 
 
-def _optimizer_values(called: str, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    names = {parameter: name for name, parameter in named_parameters(model)}
+def _optimizer_values(called: str, names: dict[Tensor, str], optimizer: Optimizer) -> dict[str, Any]:
     entries: dict[str, Any] = {}
     for i, group in enumerate(optimizer.param_groups):
         members = []
         for j, parameter in enumerate(group["params"]):
-            name = names.get(parameter, f"group {i} parameter {j}")
-            members.append(name)
-            for key, value in optimizer.state.get(parameter, {}).items():
-                entries[f"{called} state {key} of {name}"] = value
-        for key, value in (group | {"params": members}).items():
-            entries[f"{called} group {i} {key}"] = value
+            members.append(names.get(parameter, f"group {i} parameter {j}"))
+            state = optimizer.state.get(parameter, {})
+            entries |= {f"{called} state {key} of {members[-1]}": value for key, value in state.items()}
+        entries |= {f"{called} group {i} {key}": value for key, value in (group | {"params": members}).items()}
     return entries
 
 
@@ -237,17 +226,16 @@ def sync_buffers(model: nn.Module, how: Literal["mean", "broadcast"] = "mean") -
         if how not in ("mean", "broadcast"):
             raise ValueError(f"how must be 'mean' or 'broadcast', got {how!r}.")
         check_module(call, model)
-        check_tensors(call, named_tensors(model))
-        buffers = {name: buffer.detach() for name, buffer in named_buffers(model)}
+        check_tensors(call, named_tensors(model).items())
+        named = unwrapped_names(model, model.named_buffers())
+        buffers = {name: buffer.detach() for name, buffer in named.items()}
         if lifecycle.enter_collective() is None:
             return
         mine = {name: digest(buffer) for name, buffer in buffers.items()}
     check_fingerprint(fingerprint_of(f"sync_buffers(how={how!r})", describe_tensors(buffers)), peers)
-    averaged: list[Tensor] = []
-    others: list[Tensor] = []
-    for name in differing_parts(gather_unless_equal(mine, peers)):
-        is_averaged = how == "mean" and buffers[name].is_floating_point()
-        (averaged if is_averaged else others).append(buffers[name])
+    differing = [buffers[name] for name in differing_parts(gather_unless_equal(mine, peers))]
+    averaged = [buffer for buffer in differing if how == "mean" and buffer.is_floating_point()]
+    others = [buffer for buffer in differing if how != "mean" or not buffer.is_floating_point()]
     with torch.inference_mode(False), torch.no_grad():
         if averaged:
             means = reduce_tree(averaged, "mean", None, check=True, peers=peers)

@@ -123,8 +123,7 @@ def wrap_model(
         has_group = len(ranks_of(peers)) > 1 or (strategy == "ddp" and dist.is_initialized())
         _check_strategy(strategy, has_group)
         if has_group and sync_batchnorm and device.type == "cpu":
-            reason = "torch supports it with NCCL and XCCL only"
-            raise ValueError(f"sync_batchnorm=True needs an accelerator: {reason}.")
+            raise ValueError("sync_batchnorm=True needs an accelerator: torch supports it with NCCL and XCCL only.")
     _forget_frozen(modules)
     if strategy == "dp":
         return DataParallel(model.to(device))
@@ -133,15 +132,14 @@ def wrap_model(
         return model.to(device)
     switches = {"sync_batchnorm": sync_batchnorm, "broadcast_buffers": broadcast_buffers}
     described = {name: str(value) for name, value in (switches | options).items()}
-    check_fingerprint(fingerprint_of("wrap_model", described | _describe(tensors)), peers)
+    check_fingerprint(fingerprint_of("wrap_model", described | describe_tensors(tensors)), peers)
     model = model.to(device)
     if not any(tensor.requires_grad for tensor in tensors.values()):  # DDP rejects it
-        broadcast_into([tensor.detach() for _, tensor in named_tensors(model)])
+        broadcast_into([tensor.detach() for tensor in named_tensors(model).values()])
         return _remember_frozen(model)
     if sync_batchnorm:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model, group_of(peers))  # type: ignore[no-untyped-call]
-    has_index = device.type != "cpu" and device.index is not None
-    device_ids = [device.index] if has_index else None
+    device_ids = None if device.type == "cpu" or device.index is None else [device.index]
     with current_job.peer_errors():
         ddp = DistributedDataParallel(model, device_ids, process_group=group_of(peers), **options)
     # passed as an argument, False would skip the first broadcast, too
@@ -156,11 +154,10 @@ def _checked_parts(model: nn.Module) -> tuple[list[nn.Module], dict[str, Tensor]
     check_module("wrap_model()", model)
     modules = list(model.modules())
     if any(isinstance(module, DataParallel | DistributedDataParallel) for module in modules):
-        remedy = "Wrap the plain model, once."
-        raise ValueError(f"The model is already wrapped, completely or in part. {remedy}")
+        raise ValueError("The model is already wrapped, completely or in part. Wrap the plain model, once.")
     tensors = named_tensors(model)
-    check_tensors("wrap_model()", tensors)
-    return modules, dict(tensors)
+    check_tensors("wrap_model()", tensors.items())
+    return modules, tensors
 
 
 def _check_options(options: dict[str, Any]) -> None:
@@ -178,31 +175,20 @@ def _check_strategy(strategy: str, has_group: bool) -> None:
         remedy = "Pass one model alone, and create its optimizer after it."
         raise ValueError(f"strategy must be auto, ddp or dp, got {strategy!r}. {remedy}")
     if strategy == "ddp" and not has_group:
-        remedy = "Start the script with torchrun --nproc_per_node=N."
-        raise DdpkitError(f"strategy='ddp' needs a process group. {remedy}")
+        raise DdpkitError("strategy='ddp' needs a process group. Start the script with torchrun --nproc_per_node=N.")
     if strategy != "dp":
         return
     world_size, gpus = ranks.get_world_size(), count_accelerators()
     if world_size > 1 or gpus < 2:
-        found = f"this job has {world_size} processes and sees {gpus} GPUs"
-        raise DdpkitError(f"strategy='dp' needs 1 process and several GPUs; {found}.")
-
-
-def _describe(tensors: dict[str, Tensor]) -> dict[str, str]:
-    """Describe each tensor by what must be equal on all ranks before DDP broadcasts values."""
-    texts = describe_tensors(tensors)
-    for name, tensor in tensors.items():
-        if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
-            texts[name] += ", frozen"
-    return texts
+        raise DdpkitError(
+            f"strategy='dp' needs 1 process and several GPUs; this job has {world_size} processes and sees {gpus} GPUs."
+        )
 
 
 def _remember_frozen(model: M) -> M:
     """Make a model's forward raise once a parameter that is frozen now needs a gradient."""
-    if all(parameter.requires_grad for parameter in model.parameters()):
-        return model
-    frozen = [(name, parameter) for name, parameter in named_parameters(model) if not parameter.requires_grad]
-    if not isinstance(model, torch.jit.ScriptModule):  # it takes no such hook
+    frozen = [(name, each) for name, each in named_parameters(model).items() if not each.requires_grad]
+    if frozen and not isinstance(model, torch.jit.ScriptModule):  # it takes no such hook
         model.register_forward_pre_hook(functools.partial(_check_frozen, frozen))
     return model
 

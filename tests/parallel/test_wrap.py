@@ -252,7 +252,7 @@ def test_a_child_of_its_own_that_is_called_as_that_of_compiled_models_is_no_wrap
     own = _OwnOriginal()
     for wrapped in (own, DataParallel(own), compiled(own)):
         assert unwrap_model(wrapped) is own
-        assert [name for name, _ in named_tensors(wrapped)] == [name for name, _ in own.named_parameters()]
+        assert list(named_tensors(wrapped)) == [name for name, _ in own.named_parameters()]
 
 
 def _half_moved() -> nn.Module:
