@@ -15,7 +15,6 @@ from ..arguments import as_integer
 __all__ = ["on_ranks"]
 T = TypeVar("T")
 _FOREVER = 1e8  # seconds
-_NO_RUN = "on_ranks() needs a pytest run with ddpkit's plugin; outside of one use ddpkit.spawn()."
 
 
 def on_ranks(
@@ -57,8 +56,6 @@ def on_ranks(
     if not isinstance(timeout, (int, float)) or not 0 < timeout < _FOREVER:
         raise ValueError(f"timeout must be seconds above 0, got {timeout!r}.")
     config = _config_of_this_run()
-    if config is None:
-        raise RuntimeError(_NO_RUN)
     from .dispatch import call_on_ranks  # needs pytest
 
     return call_on_ranks(config, fn, nprocs, args, timeout, join, fresh)
@@ -73,4 +70,4 @@ def _config_of_this_run() -> Any:
         config = getattr(sys.modules.get(name), "current", None)
         if config is not None:
             return config
-    return None
+    raise RuntimeError("on_ranks() needs a pytest run with ddpkit's plugin; outside of one use ddpkit.spawn().")

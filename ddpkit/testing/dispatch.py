@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import dropwhile
 from multiprocessing.connection import Connection
@@ -40,11 +40,8 @@ def run_on_ranks(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     hook = item.ihook
     hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     reports = _reports(item, nextitem)
-
-    def end_fixtures() -> None:  # of the module's other tests, in this process
-        item.session._setupstate.teardown_exact(nextitem)
-
-    ending = pytest.CallInfo.from_call(end_fixtures, "teardown")
+    # end the fixtures of the module's other tests, in this process
+    ending = pytest.CallInfo.from_call(partial(item.session._setupstate.teardown_exact, nextitem), "teardown")
     if ending.excinfo is not None:
         reports.append(hook.pytest_runtest_makereport(item=item, call=ending))
     for report in reports:
@@ -63,23 +60,20 @@ def call_on_ranks(
 ) -> list[Any]:
     """Call a function on the ranks of this run; see `on_ranks`."""
     answers = _run(config, dump_call("on_ranks", fn, args), nprocs, timeout, join, fresh)
-    errors: list[tuple[int, BaseException]] = []
-    results = []
-    late = ""
     for answer in answers:
         sys.stdout.write(answer.output)
-        if answer.stack:
-            late += f"\nrank {answer.rank}:\n{answer.stack}"
-            continue
-        error, result = open_reply(answer.rank, answer.reply or lost(answer.rank, answer.problem))
-        results.append(result)
-        if error is not None:
-            errors.append((answer.rank, error))
+    opened = {
+        answer.rank: open_reply(answer.rank, answer.reply or lost(answer.rank, answer.problem))
+        for answer in answers
+        if not answer.stack
+    }
+    errors = [(rank, error) for rank, (error, _) in opened.items() if error is not None]
     if errors:
         raise first_cause(errors)
-    if late:
-        raise TimeoutError(f"on_ranks() ended after {timeout:g} s; not finished:{late}")
-    return results
+    stacks = "".join(f"\nrank {answer.rank}:\n{answer.stack}" for answer in answers if answer.stack)
+    if stacks:
+        raise TimeoutError(f"on_ranks() ended after {timeout:g} s; not finished:{stacks}")
+    return [result for _, result in opened.values()]
 
 
 def _run(
@@ -158,19 +152,11 @@ def _show_warnings(item: pytest.Item, answers: list[Answer]) -> None:
     for answer in answers:
         counts |= Counter(answer.warnings)
     for warned in counts.elements():
-        record = {
-            "warning_message": _warning(warned),
-            "nodeid": item.nodeid,
-            "when": "runtest",
-            "location": None,
-        }
+        # its class may be unknown here
+        category = getattr(sys.modules.get(warned.module), warned.category, UserWarning)
+        message = warnings.WarningMessage(warned.text, category, warned.filename, warned.lineno)
+        record = {"warning_message": message, "nodeid": item.nodeid, "when": "runtest", "location": None}
         item.ihook.pytest_warning_recorded.call_historic(kwargs=record)
-
-
-def _warning(warned: Warned) -> warnings.WarningMessage:
-    """Return a rank's warning, as a UserWarning if its class is unknown here."""
-    category = getattr(sys.modules.get(warned.module), warned.category, UserWarning)
-    return warnings.WarningMessage(warned.text, category, warned.filename, warned.lineno)
 
 
 def _temporary(config: pytest.Config) -> pytest.TempPathFactory:
@@ -306,12 +292,7 @@ def _move_echoes(ranks: list[Reports]) -> None:
 
 def _of_phase(phase: str, ranks: list[Reports]) -> ByRank:
     """Find each rank's report of a phase."""
-    found: ByRank = {}
-    for rank, reports in enumerate(ranks):
-        for report in reports:
-            if report.when == phase:
-                found[rank] = report
-    return found
+    return {rank: report for rank, reports in enumerate(ranks) for report in reports if report.when == phase}
 
 
 def _merge_phase(alike: ByRank, ranks: list[Reports]) -> pytest.TestReport:
@@ -324,13 +305,14 @@ def _merge_phase(alike: ByRank, ranks: list[Reports]) -> pytest.TestReport:
     chosen = min(alike, key=lambda rank: _importance(alike[rank]))
     report = alike[chosen]
     report.duration = max(other.duration for other in alike.values())
-    report.sections = _sections(alike.items(), len(ranks))
+    marks = {rank: f" (rank {rank})" if len(ranks) > 1 else "" for rank in alike}
+    report.sections = [(title + marks[rank], text) for rank in alike for title, text in alike[rank].sections]
     properties = [entry for other in alike.values() for entry in other.user_properties]
     report.user_properties = list({repr(entry): entry for entry in properties}.values())
-    disagreement = _disagreement(alike) if report.skipped else ""
-    if disagreement:
+    skipped = [rank for rank, each in alike.items() if each.skipped and not hasattr(each, "wasxfail")]
+    if report.skipped and 0 < len(skipped) < len(alike):
         report.outcome = "failed"
-        report.longrepr = disagreement
+        report.longrepr = f"Rank {skipped[0]} skipped the test, other ranks did not. Skip it on all ranks or on none."
     if report.failed and len(ranks) > 1:
         others = [rank for rank in range(len(ranks)) if rank != chosen]
         lines = [f"rank {rank}: {_describe(ranks[rank])}" for rank in others]
@@ -349,26 +331,6 @@ def _importance(report: pytest.TestReport) -> tuple[int, float]:
     else:
         order = 4 if report.skipped else 5
     return order, getattr(report, "ddpkit_time", math.inf)
-
-
-def _disagreement(alike: ByRank) -> str:
-    """Describe a skip that only some ranks made; "" if there is none."""
-    skipped = [rank for rank, report in alike.items() if report.skipped and not hasattr(report, "wasxfail")]
-    if 0 < len(skipped) < len(alike):
-        return f"Rank {skipped[0]} skipped the test, other ranks did not. Skip it on all ranks or on none."
-    return ""
-
-
-def _sections(
-    reports: Iterable[tuple[int, pytest.TestReport]],
-    world_size: int,
-) -> list[tuple[str, str]]:
-    """Collect the output of reports by rank, with the rank in its title if there are several."""
-    found = []
-    for rank, report in reports:
-        mark = f" (rank {rank})" if world_size > 1 else ""
-        found += [(f"{title}{mark}", text) for title, text in report.sections]
-    return found
 
 
 def _describe(reports: Reports) -> str:
