@@ -7,18 +7,19 @@ file beside the package, as `ddpkit_pytest`, and the rest of the plugin must not
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterable
-from typing import Any, NoReturn
+from collections.abc import Generator
+from contextlib import suppress
+from typing import NoReturn
 
 import pytest
 
-_SIGNATURE = "ranks(*world_sizes, timeout=60, join=True, fresh=False)"
-_MARKER = f"{_SIGNATURE}: run the test on this number of ranks, for each world size"
+_MARKER = (
+    "ranks(*world_sizes, timeout=60, join=True, fresh=False): run the test on this number of ranks, for each world size"
+)
 _NO_WORLD_SIZE = (
     "@pytest.mark.ranks had no effect on this test: it works on functions and on methods of plain classes, not of "
     "unittest.TestCase, and must be set when tests are collected."
 )
-_TIMEOUT_HELP = "Default time-out, in seconds, of a test on ranks."
 _STREAMS = "_ddpkit_streams"
 _OPTIONS = {"timeout", "join", "fresh"}
 _FOREVER = 1e8  # seconds
@@ -27,13 +28,11 @@ current: pytest.Config | None = None  # of the run in this process; `on_ranks` g
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare the setting for all tests."""
-    parser.addini("ranks_timeout", _TIMEOUT_HELP, default="60")
+    parser.addini("ranks_timeout", "Default time-out, in seconds, of a test on ranks.", default="60")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_load_initial_conftests(
-    early_config: pytest.Config,
-) -> Generator[None, object, object]:
+def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None, object, object]:
     """Copy stdout and stderr of this run before pytest captures them, for the ranks."""
     early_config.__dict__[_STREAMS] = [_copy_of(1), _copy_of(2)]
     return (yield)
@@ -43,10 +42,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the marker, and check the setting for all tests."""
     config.addinivalue_line("markers", _MARKER)
     setting = config.getini("ranks_timeout")
-    try:
+    seconds = 0.0
+    with suppress(ValueError):
         seconds = float(setting)
-    except ValueError:
-        seconds = 0.0
     if not 0 < seconds < _FOREVER:
         raise pytest.UsageError(f"ranks_timeout must be seconds above 0, got {setting!r}.")
 
@@ -66,8 +64,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     _check(marker, metafunc.definition.nodeid)
     if "world_size" not in metafunc.fixturenames:
         metafunc.fixturenames.append("world_size")
-    ids = [f"{world_size}ranks" for world_size in marker.args]
-    metafunc.parametrize("world_size", marker.args, ids=ids)
+    metafunc.parametrize("world_size", marker.args, ids="{}ranks".format)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -126,8 +123,7 @@ def in_rank(config: pytest.Config) -> bool:
 
 def _has_world_size(item: pytest.Item) -> bool:
     """Return whether the marker has given the test its number of ranks."""
-    call = getattr(item, "callspec", None)
-    return call is not None and "world_size" in call.params
+    return "world_size" in getattr(getattr(item, "callspec", None), "params", {})
 
 
 def _is_for_ranks(item: pytest.Item) -> bool:
@@ -135,23 +131,18 @@ def _is_for_ranks(item: pytest.Item) -> bool:
 
 
 def _refuse(fixture: str) -> NoReturn:
-    text = f"The fixture {fixture} is for tests marked with @pytest.mark.ranks(...)."
-    pytest.fail(text, pytrace=False)
+    pytest.fail(f"The fixture {fixture} is for tests marked with @pytest.mark.ranks(...).", pytrace=False)
 
 
 def _check(marker: pytest.Mark, name: str) -> None:
     """Raise for invalid arguments of a marker; `name` is the test's."""
-    sizes: Iterable[Any] = marker.args
-    if not marker.args or not all(type(size) is int and size > 0 for size in sizes):
-        expected = "ranks() takes numbers of ranks, for example ranks(1, 2, 3)"
-        raise pytest.UsageError(f"{name}: {expected}; got {marker}.")
-    unknown = sorted(marker.kwargs.keys() - _OPTIONS)
-    if unknown:
+    if not marker.args or not all(type(size) is int and size > 0 for size in marker.args):
+        raise pytest.UsageError(f"{name}: ranks() takes numbers of ranks, for example ranks(1, 2, 3); got {marker}.")
+    if unknown := sorted(marker.kwargs.keys() - _OPTIONS):
         raise pytest.UsageError(f"{name}: ranks() takes {sorted(_OPTIONS)}, got {unknown}.")
     timeout = marker.kwargs.get("timeout", 1)
     if not isinstance(timeout, (int, float)) or not 0 < timeout < _FOREVER:
-        expected = "ranks() takes a timeout in seconds above 0"
-        raise pytest.UsageError(f"{name}: {expected}, got {timeout!r}.")
+        raise pytest.UsageError(f"{name}: ranks() takes a timeout in seconds above 0, got {timeout!r}.")
 
 
 def _copy_of(stream: int) -> int | None:

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +67,12 @@ class Pools:
         report_late: Called with reports of tests that were already reported, by rank.
     """
 
-    def __init__(
-        self,
-        options: RunOptions,
-        report_late: Callable[[list[list[Any]]], None],
-    ) -> None:
+    def __init__(self, options: RunOptions, report_late: Callable[[list[list[Any]]], None]) -> None:
         self._options = options
         self._report_late = report_late
         self._pools: dict[int, _Pool] = {}
 
-    def run(self, world_size: int, task: Task, timeout: float, fresh: bool = False) -> list[Answer]:
+    def run(self, world_size: int, task: Task, timeout: float, fresh: bool) -> list[Answer]:
         """Run a task on a number of ranks.
 
         Args:
@@ -110,8 +107,7 @@ class Pools:
     def close(self) -> None:
         """End all ranks and the processes that they left behind."""
         while self._pools:
-            _, pool = self._pools.popitem()
-            self._end(pool)
+            self._end(self._pools.popitem()[1])
 
     def _end(self, pool: _Pool) -> None:
         pool.end()
@@ -137,7 +133,8 @@ class _Pool:
             self._store = host_on("127.0.0.1")
         self._group_timeout = task.timeout if task.join else None
         for rank in self._ranks:
-            rank.begin(task, self._environment(rank.rank, len(self._ranks)))
+            rank.answer = Answer(rank.rank)
+            rank.send((task, self._environment(rank.rank, len(self._ranks))))
         self._wait_for_answers(timeout)
         del former
         answers = [rank.answer for rank in self._ranks]
@@ -158,7 +155,7 @@ class _Pool:
         for rank in wait_for_messages(self._ranks, time.monotonic()):
             rank.receive()  # its death since
         joined = {rank.answer.joined for rank in self._ranks}
-        if joined != {True}:
+        if False in joined:
             self._group_timeout = None
         return len(joined) == 1 and not any(rank.answer.leftovers for rank in self._ranks)
 
@@ -190,9 +187,8 @@ class _Pool:
         _kill_marked(self._mark)
 
     def _environment(self, rank: int, world_size: int) -> dict[str, str]:
-        env = rank_environment(rank, world_size, self._store.port)
-        env = {key: text for key, text in env.items() if not key.startswith("PYTEST_CURRENT_")}
-        return env | {_RANKS_VARIABLE: self._mark}
+        env = rank_environment(rank, world_size, self._store.port) | {_RANKS_VARIABLE: self._mark}
+        return {key: text for key, text in env.items() if not key.startswith("PYTEST_CURRENT_")}
 
     def _wait_for_answers(self, timeout: float) -> None:
         """Wait until each rank has answered, died, or reached the time-out."""
@@ -208,11 +204,10 @@ class _Pool:
             if any(rank.answer.failed for rank in ready):
                 deadline = min(deadline, time.monotonic() + _AFTER_FAILURE)
             if not ready and time.monotonic() >= deadline:
-                problem = f"did not start within {_STARTING:g} s"
-                if began:
-                    problem = f"did not finish within {timeout:g} s"
                 for rank in waiting:
-                    rank.give_up(problem)
+                    rank.give_up(
+                        f"did not finish within {timeout:g} s" if began else f"did not start within {_STARTING:g} s"
+                    )
 
 
 class _WarmRank(RankProcess):
@@ -230,11 +225,6 @@ class _WarmRank(RankProcess):
         with suppress(OSError):
             self.pipe.send(message)
 
-    def begin(self, task: Task, env: dict[str, str]) -> None:
-        """Send a task, and its environment variables."""
-        self.answer = Answer(self.rank)
-        self.send((task, env))
-
     def receive(self) -> bool:
         """Receive one message from the rank, or its death; return whether there was a message."""
         message = self.next_message()
@@ -246,10 +236,8 @@ class _WarmRank(RankProcess):
                 answer.problem = self.wait_for_exit().replace("killed", "was killed")
             return False
         name, value = message
-        if isinstance(getattr(answer, name), list):
-            getattr(answer, name).append(value)
-        else:
-            setattr(answer, name, value)
+        before = getattr(answer, name)
+        setattr(answer, name, [*before, value] if isinstance(before, list) else value)
         return True
 
     def give_up(self, problem: str) -> None:
@@ -263,11 +251,8 @@ class _WarmRank(RankProcess):
 def _stack_of_test(stack: str) -> str:
     """Remove the lines of a stack that belong to pytest and to the rank itself."""
     lines = stack.splitlines(keepends=True)
-    for number, line in enumerate(lines):
-        if "/_pytest/" in line or "/ddpkit/testing/" in line:
-            own = lines[:number]
-            return "".join(own) if len(own) > 1 else stack
-    return stack
+    own = [*takewhile(lambda line: "/_pytest/" not in line and "/ddpkit/testing/" not in line, lines)]
+    return "".join(own) if len(own) > 1 else stack
 
 
 def _kill_marked(mark: str) -> None:

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Generator
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -197,10 +198,7 @@ class RankPlugin:
         """Run tasks; return true if the ranks are still as they were before the last one."""
         before: Traces | None = None
         is_intact = True
-        while True:
-            message = self._wait()
-            if message is None:
-                return is_intact
+        while (message := self._wait()) is not None:
             is_intact = False
             if message != "clean up":
                 before = self._run(*message)
@@ -208,6 +206,7 @@ class RankPlugin:
                     lifecycle.teardown()  # the process will not be used again
             elif before is not None:  # all ranks have done it
                 is_intact = self._clean_up(before)
+        return is_intact
 
     def _wait(self) -> Any:
         """Wait for the test process, without log records about waiting ranks.
@@ -265,7 +264,7 @@ class RankPlugin:
             return self._run_test(task.work)
         capture = self._session.config.pluginmanager.getplugin("capturemanager")
         capture.resume_global_capture()
-        reply = call_and_reply(task.work, self._begin, may_exit=False)
+        reply = call_and_reply(task.work, partial(self._send, "began", True), may_exit=False)
         capture.suspend_global_capture()
         self._send("output", "".join(capture.read_global_capture()))
         self._send("reply", reply)
@@ -311,7 +310,7 @@ class RankPlugin:
         self._end_fixtures(item, group_is_whole=True)
         self._last = item
         self._failing = None
-        self._begin()
+        self._send("began", True)
         following = None
         if test.following is not None:
             other_file = _Next.from_parent(self._session, name="next")
@@ -334,18 +333,13 @@ class RankPlugin:
             following: The next test, or None.
             group_is_whole: False if a test has failed, so that collectives fail as well.
         """
-
-        def end() -> None:
-            self._session._setupstate.teardown_exact(following)
-
-        ending = pytest.CallInfo.from_call(end, "teardown")
+        ending = pytest.CallInfo.from_call(partial(self._session._setupstate.teardown_exact, following), "teardown")
         if ending.excinfo is None or self._last is None:
             return
         if not group_is_whole and _needs_group(ending.excinfo.value):
             return
         self._failing = None
-        report = self._last.ihook.pytest_runtest_makereport(item=self._last, call=ending)
-        self._send_report("late_reports", report)
+        self._send_report("late_reports", self._last.ihook.pytest_runtest_makereport(item=self._last, call=ending))
 
     def _send_report(self, field: str, report: pytest.TestReport) -> None:
         """Send a report, serialised by pytest."""
@@ -371,8 +365,8 @@ class RankPlugin:
             raise
         except BaseException as error:
             cause = lifecycle.report(error)
+            self._failing = error
             if cause is error or _is_partly_own(error):
-                self._failing = error
                 raise
             self._failing = cause
             raise cause from error
@@ -389,10 +383,8 @@ class RankPlugin:
         """Add to each report what the test process cannot see."""
         report = yield
         error = None if call.excinfo is None else call.excinfo.value
-        report.__dict__.update(
-            ddpkit_time=time.monotonic(),
-            ddpkit_echo=isinstance(error, PeerError) or isinstance(self._failing, PeerError),
-        )
+        is_echo = isinstance(error, PeerError) or isinstance(self._failing, PeerError)
+        report.__dict__.update(ddpkit_time=time.monotonic(), ddpkit_echo=is_echo)
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -402,11 +394,9 @@ class RankPlugin:
 
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
         """Send a warning of a test; the test process has collected the files itself."""
-        kind = warning_message.category
-        text = str(warning_message.message)
-        place = (warning_message.filename, warning_message.lineno)
         if when == "runtest":
-            self._send("warnings", Warned(kind.__module__, kind.__name__, text, *place))
+            kind, place = warning_message.category, (warning_message.filename, warning_message.lineno)
+            self._send("warnings", Warned(kind.__module__, kind.__name__, str(warning_message.message), *place))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Store the error that prevents a file from being collected."""
@@ -458,9 +448,8 @@ def _try_group() -> list[str]:
 
 def _needs_group(error: BaseException) -> bool:
     """Return whether this error may only follow from an earlier failure of a test."""
-    parts = getattr(error, "exceptions", None)  # of several fixtures
-    if parts is not None:
-        return all(_needs_group(part) for part in parts)
+    if hasattr(error, "exceptions"):  # of several fixtures
+        return all(map(_needs_group, error.exceptions))
     if isinstance(error, DdpkitError):
         return True
     frames = traceback.extract_tb(error.__traceback__)
@@ -523,8 +512,7 @@ def traces() -> Traces:
     for logger in (logging.root, *logging.root.manager.loggerDict.values()):
         # parts of torch change its loggers when imported
         if isinstance(logger, logging.Logger) and not logger.name.startswith("torch"):
-            lists = (*logger.handlers,), (*logger.filters,)
-            values = (logger.level, logger.disabled, logger.propagate, *lists)
+            values = (logger.level, logger.disabled, logger.propagate, (*logger.handlers,), (*logger.filters,))
             found[f"settings of the logger {logger.name}"] = values
     return found
 
