@@ -375,8 +375,7 @@ class Loader(DataLoader[Any]):
         if self._resumable is not None:
             progress += f", consumed={self._resumable.consumed} of {self._resumable.n}"
         given = self.dataset.dataset if isinstance(self.dataset, Stream) else self.dataset
-        kind = type(given).__name__
-        return f"Loader({kind}, batch_size={self.batch_size}, rank={self._place.rank}, {progress})"
+        return f"Loader({type(given).__name__}, batch_size={self.batch_size}, rank={self._place.rank}, {progress})"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress of the run, including the current batch.
@@ -392,8 +391,7 @@ class Loader(DataLoader[Any]):
         batches = self._given_before
         if self._counted is not None:
             batches = max(batches, self._counted.batches)
-        self._check_can_skip(self.epoch, batches)
-        return {"epoch": self.epoch, "batches": batches, **self._identity_of_stream()}
+        return {"epoch": self.epoch, "batches": batches, **self._identity_in(self.epoch, batches)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume at `state` with the next `iter()`, on any number of ranks.
@@ -412,32 +410,29 @@ class Loader(DataLoader[Any]):
             self._counts = False
             return
         epoch, batches = read_progress(state, "batches", "batches done")
-        self._check_can_skip(epoch, batches)
+        identity = self._identity_in(epoch, batches)
         if batches:
-            check_identity(state, self._identity_of_stream())
+            check_identity(state, identity)
         self.set_epoch(epoch)
         self._given_before = batches
 
-    def _identity_of_stream(self) -> dict[str, Any]:
-        """Return the numbers that determine a stream's batches."""
-        if isinstance(self.batch_sampler, _Batches):
-            return {}
-        return {
-            "seed": self._seed,
-            "batch_size": self.batch_size,
-            "drop_last": bool(self.drop_last),
-            "num_replicas": self._place.num_replicas,
-            "num_workers": self.num_workers,
-        }
-
-    def _check_can_skip(self, epoch: int, batches: int) -> None:
-        """Raise inside an epoch of a sampler that may deal another order."""
-        if batches and isinstance(self.batch_sampler, _Batches):
+    def _identity_in(self, epoch: int, batches: int) -> dict[str, Any]:
+        """Return the numbers that determine a stream's batches; raise inside an epoch of a sampler that may differ."""
+        if not isinstance(self.batch_sampler, _Batches):
+            return {
+                "seed": self._seed,
+                "batch_size": self.batch_size,
+                "drop_last": bool(self.drop_last),
+                "num_replicas": self._place.num_replicas,
+                "num_workers": self.num_workers,
+            }
+        if batches:
             raise TypeError(
                 f"{type(self.sampler).__name__} cannot resume inside an epoch, and batch {batches} of epoch "
                 f"{epoch} is done. Take the state at the end of the epoch: after the loop, or after "
                 "set_epoch(epoch + 1). Or pass one of ddpkit's training samplers."
             )
+        return {}
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._place.check("The loader")
@@ -613,9 +608,9 @@ def remedy_for(shares: UnequalShares) -> str:
         return ""
     if "gather_batch" in used and shares.has_padding:
         return "The repeated one is in the joined batch: pass drop_last=True to make_loader()."
-    if used.get("global_mean", 0) > 0 and shares.has_padding and "gather_batch" not in used:
+    if used.get("global_mean", 0) > 0 and shares.has_padding:
         return "Leave it out of the loss and of the count for global_mean(): loader.samples is 0 there."
-    if not used.keys().isdisjoint(("gather_batch", "global_mean")):
+    if "gather_batch" in used or "global_mean" in used:
         return ""
     return (
         "Unless you weight them by hand, backpropagate loss * loader.weight, where loss is the mean of this rank's "

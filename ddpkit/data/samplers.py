@@ -186,9 +186,7 @@ class ResumableSampler(Sampler[int], ABC):
         self.global_batch_size = self.num_replicas
         self.accumulation = 1
         self.drop_last = False
-        self.epoch = 0
-        self.start = 0
-        self.consumed = 0
+        self.epoch = self.start = self.consumed = 0
 
     @abstractmethod
     def _order(self) -> Order:
@@ -260,8 +258,7 @@ class ResumableSampler(Sampler[int], ABC):
         epoch, consumed = read_progress(state, "consumed", f"of {self.n} samples consumed", self.n)
         check_identity(state, self._identity())
         self.epoch = epoch
-        self.start = consumed
-        self.consumed = consumed
+        self.start = self.consumed = consumed
 
     def __len__(self) -> int:
         """Return the number of samples of this pass on this rank, padding included."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import compress
 from typing import Any, SupportsFloat, TypeVar, overload
@@ -63,22 +63,14 @@ def accumulate(model: nn.Module, step: int, every: int, last: bool = False) -> I
         check_tensors("accumulate()", without_dtensors(model.named_parameters()))
     complete = last or (step + 1) % every == 0
     with ExitStack() as stack:
-        for module in () if complete else model.modules():
-            if is_fully_sharded(module):
-                stack.enter_context(_no_gradient_sync(module))
+        modules: Iterable[Any] = () if complete else model.modules()
+        for module in modules:
+            if is_fully_sharded(module):  # it has no `no_sync()`
+                module.set_requires_gradient_sync(False, recurse=False)
+                stack.callback(module.set_requires_gradient_sync, True, recurse=False)
             if isinstance(module, DistributedDataParallel) and not (module.static_graph and step % every == 0):
                 stack.enter_context(module.no_sync())
         yield complete
-
-
-@contextmanager
-def _no_gradient_sync(module: Any) -> Iterator[None]:
-    """Do for a `fully_shard` module what DDP's `no_sync` does."""
-    module.set_requires_gradient_sync(False, recurse=False)
-    try:
-        yield
-    finally:
-        module.set_requires_gradient_sync(True, recurse=False)
 
 
 @overload

@@ -7,7 +7,6 @@ learning rate. `ScalePlan` makes that decision once, prints it, and applies it o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
@@ -239,11 +238,12 @@ class ScalePlan:
             ValueError: If the optimizer was scaled before, or a scheduler has already read its
                 learning rates.
         """
-        groups: Iterable[dict[str, Any]] = optimizer.param_groups
-        for group in groups:
+        for group in optimizer.param_groups:
             if _SCALED_BY in group:
-                found = f"was already scaled by {group[_SCALED_BY]:g}"
-                raise ValueError(f"This optimizer's learning rate {found}; apply a plan only once.")
+                raise ValueError(
+                    f"This optimizer's learning rate was already scaled by {group[_SCALED_BY]:g}; "
+                    "apply a plan only once."
+                )
             if "initial_lr" in group:
                 raise ValueError(
                     "A learning-rate scheduler has already read this optimizer's learning rate (initial_lr "
@@ -251,7 +251,7 @@ class ScalePlan:
                 )
         rule = rule_for(optimizer) if self.rule == "auto" else self.rule
         scale = scale_lr(1.0, self.factor, rule)
-        for group in groups:
+        for group in optimizer.param_groups:
             group["lr"] = group["lr"] * scale
             group[_SCALED_BY] = scale
 

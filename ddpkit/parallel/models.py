@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
 from typing import Any, TypeVar, overload
 
 import torch
@@ -57,23 +58,18 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 def wrapped_paths(model: nn.Module) -> set[str]:
     """Find the paths in a model where a wrapper holds a module, such as "actor.module"."""
     modules = model.named_modules(remove_duplicate=False)
-    return {join_path(path, child) for path, module in modules if (child := child_of_wrapper(module))}
+    children = ((path, child_of_wrapper(module)) for path, module in modules)
+    return {f"{path}.{child}" if path else child for path, child in children if child}
 
 
-def join_path(path: str, name: str) -> str:
-    """Join a dotted path, possibly empty, and the name of a child."""
-    return f"{path}.{name}" if path else name
+def _paths(name: str) -> Iterator[str]:
+    """Iterate over the paths to a name, from the outermost one: "a", "a.b", "a.b.c"."""
+    return accumulate(name.split("."), "{}.{}".format)
 
 
 def strip(name: str, wrapped: set[str]) -> str:
     """Remove the parts at these paths from a dotted name."""
-    path = ""
-    kept = []
-    for part in name.split("."):
-        path = join_path(path, part)
-        if path not in wrapped:
-            kept.append(part)
-    return ".".join(kept)
+    return ".".join(path.rpartition(".")[2] for path in _paths(name) if path not in wrapped)
 
 
 def clean_state_dict(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
@@ -108,8 +104,7 @@ def _find_wrappers(keys: Iterable[str]) -> set[str]:
     children: dict[str, set[str]] = {}
     for key in keys:
         parent = ""
-        for name in key.split("."):
-            child = join_path(parent, name)
+        for child in _paths(key):
             children.setdefault(parent, set()).add(child)
             parent = child
     parents = {child for siblings in children.values() if len(siblings) == 1 for child in siblings & children.keys()}
@@ -126,10 +121,10 @@ def named_parameters(model: nn.Module) -> dict[str, Tensor]:
     return unwrapped_names(model, model.named_parameters())
 
 
-def unwrapped_names(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Name some of a model's tensors as the unwrapped model does."""
+def unwrapped_names(model: nn.Module, named: Iterable[tuple[str, Tensor]], kind: str = "") -> dict[str, Tensor]:
+    """Name some of a model's tensors as the unwrapped model does, after the word for their kind."""
     wrapped = wrapped_paths(model)
-    return {strip(name, wrapped): tensor for name, tensor in named}
+    return {kind + strip(name, wrapped): tensor for name, tensor in named}
 
 
 def check_module(call: str, model: object) -> None:

@@ -90,11 +90,9 @@ def check_replicas(
         optimizers = _name_optimizers(call, optimizer)
         if lifecycle.enter_collective() is None:
             return
-        named = named_parameters(whole)
-        buffers = unwrapped_names(whole, whole.named_buffers())
-        values: dict[str, Any] = {f"parameter {name}": parameter for name, parameter in named.items()}
-        values |= {f"buffer {name}": buffer for name, buffer in buffers.items()}
-        names = {parameter: name for name, parameter in named.items()}
+        values: dict[str, Any] = {**unwrapped_names(whole, whole.named_parameters(), "parameter ")}
+        values |= unwrapped_names(whole, whole.named_buffers(), "buffer ")
+        names = {parameter: name for name, parameter in named_parameters(whole).items()}
         for name, each in optimizers.items():
             values |= _optimizer_values(name, names, each)
         mine = {name: _describe(value) for name, value in values.items()} | _modes(whole)
@@ -227,8 +225,7 @@ def sync_buffers(model: nn.Module, how: Literal["mean", "broadcast"] = "mean") -
             raise ValueError(f"how must be 'mean' or 'broadcast', got {how!r}.")
         check_module(call, model)
         check_tensors(call, named_tensors(model).items())
-        named = unwrapped_names(model, model.named_buffers())
-        buffers = {name: buffer.detach() for name, buffer in named.items()}
+        buffers = {name: buffer.detach() for name, buffer in unwrapped_names(model, model.named_buffers()).items()}
         if lifecycle.enter_collective() is None:
             return
         mine = {name: digest(buffer) for name, buffer in buffers.items()}

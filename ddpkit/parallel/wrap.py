@@ -27,20 +27,8 @@ from ..job import current_job, lifecycle
 from ..job.device import count_accelerators
 from ..job.job import group_of, ranks_of
 from ..launch import ranks
-from ..torch_internals import (
-    accumulates,
-    after_backward,
-    forward_pre_hooks,
-    tensors_in,
-)
-from .models import (
-    broadcast_into,
-    check_module,
-    check_tensors,
-    describe_tensors,
-    named_parameters,
-    named_tensors,
-)
+from ..torch_internals import accumulates, after_backward, forward_pre_hooks, tensors_in
+from .models import broadcast_into, check_module, check_tensors, describe_tensors, named_parameters, named_tensors
 
 _DECIDED = {  # DDP options that the caller may not set
     "self",
@@ -117,21 +105,21 @@ def wrap_model(
     broadcast_buffers = options.pop("forward_sync_buffers", broadcast_buffers)
     options |= {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
     with raise_everywhere("wrap_model()", peers):
-        modules, tensors = _checked_parts(model)
+        tensors = _checked_tensors(model)
         _check_options(options)
         lifecycle.enter_collective()
         has_group = len(ranks_of(peers)) > 1 or (strategy == "ddp" and dist.is_initialized())
         _check_strategy(strategy, has_group)
         if has_group and sync_batchnorm and device.type == "cpu":
             raise ValueError("sync_batchnorm=True needs an accelerator: torch supports it with NCCL and XCCL only.")
-    _forget_frozen(modules)
+    _forget_frozen(model)
     if strategy == "dp":
         return DataParallel(model.to(device))
     if not has_group:
         _warn_of_idle_gpus()
         return model.to(device)
-    switches = {"sync_batchnorm": sync_batchnorm, "broadcast_buffers": broadcast_buffers}
-    described = {name: str(value) for name, value in (switches | options).items()}
+    switches = {"sync_batchnorm": sync_batchnorm, "broadcast_buffers": broadcast_buffers} | options
+    described = {name: str(value) for name, value in switches.items()}
     check_fingerprint(fingerprint_of("wrap_model", described | describe_tensors(tensors)), peers)
     model = model.to(device)
     if not any(tensor.requires_grad for tensor in tensors.values()):  # DDP rejects it
@@ -149,15 +137,14 @@ def wrap_model(
     return _remember_frozen(ddp)
 
 
-def _checked_parts(model: nn.Module) -> tuple[list[nn.Module], dict[str, Tensor]]:
-    """Return the modules and, by name, the tensors of a model that is not wrapped yet and is wholly on this rank."""
+def _checked_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return, by name, the tensors of a model that is not wrapped yet and is wholly on this rank."""
     check_module("wrap_model()", model)
-    modules = list(model.modules())
-    if any(isinstance(module, DataParallel | DistributedDataParallel) for module in modules):
+    if any(isinstance(module, DataParallel | DistributedDataParallel) for module in model.modules()):
         raise ValueError("The model is already wrapped, completely or in part. Wrap the plain model, once.")
     tensors = named_tensors(model)
     check_tensors("wrap_model()", tensors.items())
-    return modules, tensors
+    return tensors
 
 
 def _check_options(options: dict[str, Any]) -> None:
@@ -172,8 +159,10 @@ def _check_options(options: dict[str, Any]) -> None:
 
 def _check_strategy(strategy: str, has_group: bool) -> None:
     if strategy not in ("auto", "ddp", "dp"):
-        remedy = "Pass one model alone, and create its optimizer after it."
-        raise ValueError(f"strategy must be auto, ddp or dp, got {strategy!r}. {remedy}")
+        raise ValueError(
+            f"strategy must be auto, ddp or dp, got {strategy!r}. Pass one model alone, and create its optimizer "
+            "after it."
+        )
     if strategy == "ddp" and not has_group:
         raise DdpkitError("strategy='ddp' needs a process group. Start the script with torchrun --nproc_per_node=N.")
     if strategy != "dp":
@@ -193,9 +182,9 @@ def _remember_frozen(model: M) -> M:
     return model
 
 
-def _forget_frozen(modules: list[nn.Module]) -> None:
-    """Undo `_remember_frozen` in modules of a model that is wrapped again."""
-    for module in modules:
+def _forget_frozen(model: nn.Module) -> None:
+    """Undo `_remember_frozen` in a model that is wrapped again."""
+    for module in model.modules():
         hooks = forward_pre_hooks(module)
         for number, hook in list(hooks.items()):
             if getattr(hook, "func", None) is _check_frozen:
@@ -242,12 +231,11 @@ class _Backwards:
             return
         _warn_of_unshared_loader()
         self._is_running = False  # the last one may have raised
-        latest = None  # after an unsynchronised forward every backward counts, until DDP has averaged
-        if model.require_backward_grad_sync:
-            self._forwards += 1
-            self._is_expected = True
-        else:
-            latest = self._forwards
+        averages = model.require_backward_grad_sync
+        self._forwards += averages
+        self._is_expected |= averages
+        # after an unsynchronised forward every backward counts, until DDP has averaged
+        latest = None if averages else self._forwards
         # no strong reference, or a model that keeps its output would never be freed
         hook = functools.partial(self._begin, weakref.ref(model), latest)
         for tensor in tensors_in(output):

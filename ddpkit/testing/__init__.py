@@ -18,12 +18,7 @@ _FOREVER = 1e8  # seconds
 
 
 def on_ranks(
-    fn: Callable[..., T],
-    nprocs: int,
-    *args: Any,
-    timeout: float = 60.0,
-    join: bool = True,
-    fresh: bool = False,
+    fn: Callable[..., T], nprocs: int, *args: Any, timeout: float = 60.0, join: bool = True, fresh: bool = False
 ) -> list[T]:
     """Call `fn(*args)` on ranks that have called `setup()`, from a test without the marker.
 
@@ -58,7 +53,7 @@ def on_ranks(
     config = _config_of_this_run()
     from .dispatch import call_on_ranks  # needs pytest
 
-    return call_on_ranks(config, fn, nprocs, args, timeout, join, fresh)
+    return call_on_ranks(config, fn, nprocs, args, timeout, join=join, fresh=fresh)
 
 
 def _config_of_this_run() -> Any:

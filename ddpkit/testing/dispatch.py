@@ -50,16 +50,10 @@ def run_on_ranks(item: pytest.Item, nextitem: pytest.Item | None) -> None:
 
 
 def call_on_ranks(
-    config: pytest.Config,
-    fn: Callable[..., Any],
-    nprocs: int,
-    args: tuple[Any, ...],
-    timeout: float,
-    join: bool,
-    fresh: bool,
+    config: pytest.Config, fn: Callable[..., Any], nprocs: int, args: tuple[Any, ...], timeout: float, **options: bool
 ) -> list[Any]:
     """Call a function on the ranks of this run; see `on_ranks`."""
-    answers = _run(config, dump_call("on_ranks", fn, args), nprocs, timeout, join, fresh)
+    answers = _run(config, dump_call("on_ranks", fn, args), nprocs, timeout, **options)
     for answer in answers:
         sys.stdout.write(answer.output)
     opened = {
@@ -122,7 +116,7 @@ def _reports(item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.Tes
     usual = float(config.getini("ranks_timeout"))
     options = {"timeout": usual, "join": True, "fresh": False, **marker.kwargs}
     name = re.sub(r"\W", "_", item.name)[:30]
-    folder = _temporary(config).mktemp(f"{name}-ranks")
+    folder = config._tmp_path_factory.mktemp(f"{name}-ranks")  # type: ignore[attr-defined]
     following = None if options["fresh"] else _next_on_these_ranks(item, nextitem)
     test = RunTest(item.path, item.nodeid, folder, following)
     answers = _run(config, test, _world_size(item), **options)
@@ -151,18 +145,11 @@ def _show_warnings(item: pytest.Item, answers: list[Answer]) -> None:
     counts: Counter[Warned] = Counter()
     for answer in answers:
         counts |= Counter(answer.warnings)
-    for warned in counts.elements():
-        # its class may be unknown here
-        category = getattr(sys.modules.get(warned.module), warned.category, UserWarning)
-        message = warnings.WarningMessage(warned.text, category, warned.filename, warned.lineno)
+    for module, category, text, filename, line in counts.elements():
+        kind = getattr(sys.modules.get(module), category, UserWarning)  # the class may be unknown here
+        message = warnings.WarningMessage(text, kind, filename, line)
         record = {"warning_message": message, "nodeid": item.nodeid, "when": "runtest", "location": None}
         item.ihook.pytest_warning_recorded.call_historic(kwargs=record)
-
-
-def _temporary(config: pytest.Config) -> pytest.TempPathFactory:
-    """Return the factory of this run's temporary folders."""
-    factory: pytest.TempPathFactory = config._tmp_path_factory  # type: ignore[attr-defined]
-    return factory
 
 
 def _run_options(config: pytest.Config) -> RunOptions:
@@ -176,7 +163,7 @@ def _run_options(config: pytest.Config) -> RunOptions:
     return RunOptions(
         list(_arguments(config)),
         options,
-        basetemp=str(_temporary(config).getbasetemp() / "rank"),
+        basetemp=str(config._tmp_path_factory.getbasetemp() / "rank"),  # type: ignore[attr-defined]
         # multiprocessing passes connections on
         streams=[None if stream is None else Connection(os.dup(stream)) for stream in streams],
         coverage=_coverage_settings(),
@@ -216,10 +203,11 @@ def _coverage_settings() -> dict[str, Any] | None:
     running = coverage and coverage.Coverage.current()
     if not running:
         return None
-    settings = {name: running.get_option(f"run:{name}") for name in _COVERAGE_SETTINGS}
-    settings["data_file"] = os.path.abspath(running.get_option("run:data_file"))
-    settings["config_file"] = next(iter(running.config.config_files_read), False)
-    return settings
+    return {
+        **{name: running.get_option(f"run:{name}") for name in _COVERAGE_SETTINGS},
+        "data_file": os.path.abspath(running.get_option("run:data_file")),
+        "config_file": next(iter(running.config.config_files_read), False),
+    }
 
 
 # Merge the reports of several ranks: the first failure in full, one line for each other rank.
@@ -281,13 +269,9 @@ def _is_echo(report: pytest.TestReport) -> bool:
 def _move_echoes(ranks: list[Reports]) -> None:
     """Move an echo to the phase of the failure that it repeats: its own rank may have been in an earlier one."""
     failed = [report for reports in ranks for report in reports if _has_failed(report)]
-    causes = [report.when for report in failed if not _is_echo(report)]
-    if not causes:
-        return
-    first = min(causes, key=_PHASES.index)
-    for report in failed:
-        if _is_echo(report) and _PHASES.index(report.when) < _PHASES.index(first):
-            report.when = first
+    first: Any = min((each.when for each in failed if not _is_echo(each)), key=_PHASES.index, default="setup")
+    for report in filter(_is_echo, failed):
+        report.when = max(first, report.when, key=_PHASES.index)
 
 
 def _of_phase(phase: str, ranks: list[Reports]) -> ByRank:
@@ -315,8 +299,13 @@ def _merge_phase(alike: ByRank, ranks: list[Reports]) -> pytest.TestReport:
         report.longrepr = f"Rank {skipped[0]} skipped the test, other ranks did not. Skip it on all ranks or on none."
     if report.failed and len(ranks) > 1:
         others = [rank for rank in range(len(ranks)) if rank != chosen]
-        lines = [f"rank {rank}: {_describe(ranks[rank])}" for rank in others]
-        _add_section(report, f"That was rank {chosen} of {len(ranks)}", "\n".join(lines))
+        title = f"That was rank {chosen} of {len(ranks)}"
+        text = "\n".join(f"rank {rank}: {_describe(ranks[rank])}" for rank in others)
+        shown: Any = report.longrepr
+        if hasattr(shown, "addsection"):
+            shown.addsection(title, text, "-")
+        else:
+            report.longrepr = f"{report.longreprtext}\n--- {title} ---\n{text}"
     return report
 
 
@@ -335,26 +324,14 @@ def _importance(report: pytest.TestReport) -> tuple[int, float]:
 
 def _describe(reports: Reports) -> str:
     """Describe the outcome on one rank: on one line, but for a rank that hung or died."""
-    if not reports:
-        return "nothing"
     bad = next((report for report in reports if not report.passed), None)
     if bad is None:
-        return "passed"
+        return "passed" if reports else "nothing"
     crash = getattr(bad.longrepr, "reprcrash", None)
-    text = bad.longreprtext
-    if crash is not None:
-        text = f"{crash.path}:{crash.lineno}: {crash.message}"
+    text = f"{crash.path}:{crash.lineno}: {crash.message}" if crash else bad.longreprtext
     if not hasattr(bad, "ddpkit_lost"):
         text = text.strip().splitlines()[0]
     return f"{bad.outcome}: {text}"
-
-
-def _add_section(report: pytest.TestReport, title: str, text: str) -> None:
-    add = getattr(report.longrepr, "addsection", None)
-    if add is not None:
-        add(title, text, "-")
-    else:
-        report.longrepr = f"{report.longreprtext}\n--- {title} ---\n{text}"
 
 
 def _failure(item: pytest.Item, phase: Any, text: str, **extra: Any) -> pytest.TestReport:

@@ -90,14 +90,8 @@ class Task(NamedTuple):
     path: list[str]
 
 
-class Warned(NamedTuple):
-    """A warning that the rank's pytest recorded in a test."""
-
-    module: str  # of its class
-    category: str
-    text: str
-    filename: str
-    lineno: int
+# a warning that the rank's pytest recorded in a test: the module and name of its class, its text, file and line
+Warned = tuple[str, str, str, str, int]
 
 
 def main(connection: Connection, options: RunOptions, rank: int) -> None:
@@ -145,13 +139,10 @@ class RankPlugin:
         self._options = options
         self._rank = rank
         self._store_port: str | None = None  # of the store of the current group
-        self._group: object = None
         self._session: Any = None
         self._items: dict[str, pytest.Item] = {}  # collected tests
         self._last: pytest.Item | None = None
-        self._any_failed = False
         self._problems: list[str] = []  # errors of collection
-        self._folder = Path()
         self._failing: BaseException | None = None
         self._show_warning = warnings.showwarning
 
@@ -252,7 +243,7 @@ class RankPlugin:
         if task.join and self._store_port is None:
             lifecycle.setup(timeout=timedelta(seconds=task.timeout))
             self._store_port = port
-        self._group = dist.group.WORLD
+        self._group: object = dist.group.WORLD
 
     def _leave(self) -> None:
         lifecycle.teardown()
@@ -366,7 +357,7 @@ class RankPlugin:
         except BaseException as error:
             cause = lifecycle.report(error)
             self._failing = error
-            if cause is error or _is_partly_own(error):
+            if cause is error or (hasattr(error, "exceptions") and not _needs_group(error)):  # a fixture of its own
                 raise
             self._failing = cause
             raise cause from error
@@ -376,9 +367,7 @@ class RankPlugin:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
-        self,
-        item: pytest.Item,
-        call: pytest.CallInfo[Any],
+        self, item: pytest.Item, call: pytest.CallInfo[Any]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Add to each report what the test process cannot see."""
         report = yield
@@ -396,7 +385,7 @@ class RankPlugin:
         """Send a warning of a test; the test process has collected the files itself."""
         if when == "runtest":
             kind, place = warning_message.category, (warning_message.filename, warning_message.lineno)
-            self._send("warnings", Warned(kind.__module__, kind.__name__, str(warning_message.message), *place))
+            self._send("warnings", (kind.__module__, kind.__name__, str(warning_message.message), *place))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Store the error that prevents a file from being collected."""
@@ -454,11 +443,6 @@ def _needs_group(error: BaseException) -> bool:
         return True
     frames = traceback.extract_tb(error.__traceback__)
     return any("torch/distributed" in Path(frame.filename).as_posix() for frame in frames)
-
-
-def _is_partly_own(error: BaseException) -> bool:
-    """Return whether several fixtures failed, and one of them not by a peer's failure."""
-    return hasattr(error, "exceptions") and not _needs_group(error)
 
 
 # Clean up after a test: reset what can be reset, and report the rest.
