@@ -307,9 +307,8 @@ class Loader(DataLoader[Any]):
         size = self._shape.global_size
         per_step = size * self._shape.accumulation
         batch = (loop.batches - 1) * size
-        step = batch // per_step * per_step
-        mine = loop.positions[batch : batch + size][self._place.rank :: self._place.num_replicas]
-        return mine, loop.positions[step : step + per_step]
+        step = loop.positions[batch // per_step * per_step :][:per_step]
+        return loop.positions[batch : batch + size][self._place.rank :: self._place.num_replicas], step
 
     def _positions(self) -> range | None:
         """Return the positions in the global order that the next loop deals; None if they are not known."""
@@ -364,10 +363,9 @@ class Loader(DataLoader[Any]):
                 first = next(self.batch_sampler.cut(), None)
                 batching = {"batch_sampler": [first or list(range(len(self.dataset))[: self.batch_size])]}  # type: ignore[arg-type]
             pass_epoch_on(self.dataset, self.epoch)
-            generator = torch.Generator("cpu")
-            one_batch = DataLoader(self.dataset, collate_fn=self.collate_fn, generator=generator, **batching)
+            batching |= {"collate_fn": self.collate_fn, "generator": torch.Generator("cpu")}
             with torch.device("cpu"), reading(self.dataset):  # as in a loop
-                batches = iter(one_batch)
+                batches = iter(DataLoader(self.dataset, **batching))
             return without_end("The dataset or collate_fn", next, batches)
 
     def __repr__(self) -> str:
@@ -546,12 +544,10 @@ class Loader(DataLoader[Any]):
 
     def _unequal_in(self, positions: range, batch: int) -> UnequalShares | None:
         """Return a training batch if ranks do not share it equally."""
-        start = batch * self._shape.global_size
-        samples = len(positions[start : start + self._shape.global_size])
-        ranks = self._place.num_replicas
-        if self._resumable is None or samples % ranks == 0:
-            return None
-        return UnequalShares(batch + 1, samples, ranks)
+        size, ranks = self._shape.global_size, self._place.num_replicas
+        samples = len(positions[batch * size : (batch + 1) * size])
+        is_uneven = self._resumable is not None and samples % ranks
+        return UnequalShares(batch + 1, samples, ranks) if is_uneven else None
 
     def _check_shares(self, loop: Loop) -> None:
         """Warn once if the last batch was averaged over ranks as if their shares of it were equal."""

@@ -514,10 +514,9 @@ class DistributedEvalSampler(Sampler[int]):
 def _length(dataset: Any) -> int:
     if not hasattr(dataset, "__len__"):
         raise TypeError(f"A sampler needs a dataset with a length; {type(dataset).__name__} has no __len__.")
-    length = len(dataset)
-    if length == 0:
-        raise ValueError("The dataset is empty: there is nothing to sample.")
-    return length
+    if length := len(dataset):
+        return length
+    raise ValueError("The dataset is empty: there is nothing to sample.")
 
 
 def check_identity(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:

@@ -130,7 +130,7 @@ def _next_on_these_ranks(item: pytest.Item, nextitem: pytest.Item | None) -> str
     for other in dropwhile(lambda other: other is not nextitem, item.session.items):
         marker = other.get_closest_marker("ranks")
         if marker is not None and _world_size(other) == world_size:
-            return None if marker.kwargs.get("fresh", False) else other.nodeid
+            return None if marker.kwargs.get("fresh") else other.nodeid
     return None
 
 
@@ -159,13 +159,12 @@ def _run_options(config: pytest.Config) -> RunOptions:
         for name, value in vars(config.option).items()
         if name not in _NOT_FOR_RANKS and not name.startswith("cov") and _can_be_sent(value)
     }
-    streams = config.__dict__["_ddpkit_streams"]
     return RunOptions(
         list(_arguments(config)),
         options,
         basetemp=str(config._tmp_path_factory.getbasetemp() / "rank"),  # type: ignore[attr-defined]
         # multiprocessing passes connections on
-        streams=[None if stream is None else Connection(os.dup(stream)) for stream in streams],
+        streams=[Connection(os.dup(stream)) for stream in config.__dict__["_ddpkit_streams"]],
         coverage=_coverage_settings(),
     )
 
@@ -291,16 +290,15 @@ def _merge_phase(alike: ByRank, ranks: list[Reports]) -> pytest.TestReport:
     report.duration = max(other.duration for other in alike.values())
     marks = {rank: f" (rank {rank})" if len(ranks) > 1 else "" for rank in alike}
     report.sections = [(title + marks[rank], text) for rank in alike for title, text in alike[rank].sections]
-    properties = [entry for other in alike.values() for entry in other.user_properties]
-    report.user_properties = list({repr(entry): entry for entry in properties}.values())
+    properties = {repr(entry): entry for other in alike.values() for entry in other.user_properties}
+    report.user_properties = list(properties.values())
     skipped = [rank for rank, each in alike.items() if each.skipped and not hasattr(each, "wasxfail")]
     if report.skipped and 0 < len(skipped) < len(alike):
         report.outcome = "failed"
         report.longrepr = f"Rank {skipped[0]} skipped the test, other ranks did not. Skip it on all ranks or on none."
     if report.failed and len(ranks) > 1:
-        others = [rank for rank in range(len(ranks)) if rank != chosen]
         title = f"That was rank {chosen} of {len(ranks)}"
-        text = "\n".join(f"rank {rank}: {_describe(ranks[rank])}" for rank in others)
+        text = "\n".join(f"rank {rank}: {_describe(each)}" for rank, each in enumerate(ranks) if rank != chosen)
         shown: Any = report.longrepr
         if hasattr(shown, "addsection"):
             shown.addsection(title, text, "-")

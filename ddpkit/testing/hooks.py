@@ -52,8 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Close the copies of the streams."""
     for stream in config.__dict__.pop(_STREAMS, []):
-        if stream is not None:
-            os.close(stream)
+        os.close(stream)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -145,8 +144,8 @@ def _check(marker: pytest.Mark, name: str) -> None:
         raise pytest.UsageError(f"{name}: ranks() takes a timeout in seconds above 0, got {timeout!r}.")
 
 
-def _copy_of(stream: int) -> int | None:
+def _copy_of(stream: int) -> int:
     try:
         return os.dup(stream)
     except OSError:  # closed, as in a service
-        return None
+        return os.open(os.devnull, os.O_RDWR)

@@ -45,14 +45,14 @@ class RunOptions(NamedTuple):
         arguments: pytest's command line in the ranks.
         options: Values of pytest's options that the ranks inherit.
         basetemp: Parent of the ranks' own temporary folders.
-        streams: Copies of this process's stdout and stderr; None for a closed one.
+        streams: Copies of this process's stdout and stderr.
         coverage: Arguments for `coverage.Coverage` in a rank, None if coverage is not measured.
     """
 
     arguments: list[str]
     options: dict[str, Any]
     basetemp: str
-    streams: list[Connection | None]
+    streams: list[Connection]
     coverage: dict[str, Any] | None
 
 
@@ -110,11 +110,10 @@ def main(connection: Connection, options: RunOptions, rank: int) -> None:
     os._exit(int(code))  # without waiting for threads that a test may have left
 
 
-def _take_streams(streams: list[Connection | None]) -> None:
+def _take_streams(streams: list[Connection]) -> None:
     """Use the test process's streams instead of those of the process that forked this."""
     for number, stream in enumerate(streams, 1):
-        source = os.open(os.devnull, os.O_RDWR) if stream is None else stream.fileno()
-        os.dup2(source, number)
+        os.dup2(stream.fileno(), number)
     sys.stdout = os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", closefd=False, buffering=1)
 
