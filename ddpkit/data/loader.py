@@ -228,8 +228,7 @@ class Loader(DataLoader[Any]):
         if sampler is None:
             super().__init__(dataset, size, drop_last=drop_last, **options)
             return
-        batches = _Batches(sampler, size, drop_last, is_own=True)
-        super().__init__(dataset, batch_sampler=batches, **options)
+        super().__init__(dataset, batch_sampler=_Batches(sampler, size, drop_last, is_own=True), **options)
         # torch does not set these with a batch sampler, but people read them
         self.__dict__.update(batch_size=size, sampler=sampler, drop_last=drop_last)
 
@@ -546,8 +545,7 @@ class Loader(DataLoader[Any]):
         """Return a training batch if ranks do not share it equally."""
         size, ranks = self._shape.global_size, self._place.num_replicas
         samples = len(positions[batch * size : (batch + 1) * size])
-        is_uneven = self._resumable is not None and samples % ranks
-        return UnequalShares(batch + 1, samples, ranks) if is_uneven else None
+        return UnequalShares(batch + 1, samples, ranks) if self._resumable is not None and samples % ranks else None
 
     def _check_shares(self, loop: Loop) -> None:
         """Warn once if the last batch was averaged over ranks as if their shares of it were equal."""
@@ -645,7 +643,8 @@ class Loop:
         if not self.drawn:
             return text
         samples = [*map(str, self.drawn[0])]
-        return f"{text}, samples {', '.join(samples[:_SHOWN] + ['...'] * (len(samples) > _SHOWN))}"
+        samples[_SHOWN:] = ["..."] * (len(samples) > _SHOWN)
+        return f"{text}, samples {', '.join(samples)}"
 
 
 def _is_from_script(error: StopIteration, loop: Loop) -> bool:

@@ -385,8 +385,7 @@ class DistributedSampler(ResumableSampler):
         *,
         batch_size: int = 1,
     ) -> None:
-        n = _length(dataset)
-        super().__init__(n, num_replicas, rank, seed)
+        super().__init__(_length(dataset), num_replicas, rank, seed)
         self.shuffle = bool(shuffle)
         self.cut_into(self.num_replicas * as_integer(batch_size, "batch_size"), drop_last=drop_last)
 

@@ -55,9 +55,8 @@ T = TypeVar("T")
 
 def is_stream(dataset: Any) -> bool:
     """Return whether a dataset can only be read in order."""
-    if isinstance(dataset, IterableDataset):
-        return True
-    return hasattr(dataset, "shard") and not hasattr(dataset, "__len__")
+    has_shards_only = hasattr(dataset, "shard") and not hasattr(dataset, "__len__")
+    return has_shards_only or isinstance(dataset, IterableDataset)
 
 
 def shards_of(dataset: Any, place: Place, seed: int, num_workers: int, persistent: bool) -> Any:
@@ -123,9 +122,9 @@ def _check_has_seed(dataset: Any) -> None:
 
 def _is_without_seed(stage: Any) -> bool:
     """Return whether NumPy drew a stage's seed (128 bits) from the system."""
-    bits = getattr(getattr(stage, "generator", None), "bit_generator", None)
-    entropy = getattr(getattr(bits, "seed_seq", None), "entropy", None)
-    return isinstance(entropy, int) and entropy >= 2**64
+    for name in ("generator", "bit_generator", "seed_seq", "entropy"):
+        stage = getattr(stage, name, None)
+    return isinstance(stage, int) and stage >= 2**64
 
 
 def split_twice() -> TypeError:

@@ -249,8 +249,7 @@ class ScalePlan:
                     "A learning-rate scheduler has already read this optimizer's learning rate (initial_lr "
                     "is set) and would undo the scaling. Apply the plan before creating the scheduler."
                 )
-        rule = rule_for(optimizer) if self.rule == "auto" else self.rule
-        scale = scale_lr(1.0, self.factor, rule)
+        scale = scale_lr(1.0, self.factor, rule_for(optimizer) if self.rule == "auto" else self.rule)
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * scale
             group[_SCALED_BY] = scale

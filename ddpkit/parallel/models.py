@@ -94,8 +94,7 @@ def clean_state_dict(state_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
     wrappers = _find_wrappers(state_dict)
     cleaned = OrderedDict((strip(key, wrappers), value) for key, value in state_dict.items())
     if versions := module_versions(state_dict):
-        by_path = {strip(path, wrappers): version for path, version in versions.items()}
-        set_module_versions(cleaned, by_path)
+        set_module_versions(cleaned, {strip(path, wrappers): version for path, version in versions.items()})
     return cleaned
 
 

@@ -113,8 +113,7 @@ def _reports(item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.Tes
     """Run a test on its ranks and return its reports."""
     config = item.config
     marker: Any = item.get_closest_marker("ranks")
-    usual = float(config.getini("ranks_timeout"))
-    options = {"timeout": usual, "join": True, "fresh": False, **marker.kwargs}
+    options = {"timeout": float(config.getini("ranks_timeout")), "join": True, "fresh": False, **marker.kwargs}
     name = re.sub(r"\W", "_", item.name)[:30]
     folder = config._tmp_path_factory.mktemp(f"{name}-ranks")  # type: ignore[attr-defined]
     following = None if options["fresh"] else _next_on_these_ranks(item, nextitem)
@@ -182,8 +181,7 @@ def _arguments(config: pytest.Config) -> Iterator[str]:
         "-p": option.plugins or (),
     }
     for flag, values in several.items():
-        for value in values:
-            yield from (flag, value)
+        yield from (flag + value for value in values)
     yield f"--capture={option.capture}"
     yield f"--assert={option.assertmode}"
     yield f"--import-mode={option.importmode}"
@@ -236,8 +234,7 @@ def merge(item: pytest.Item, answers: list[Answer]) -> Reports:
 
 
 def _read(config: pytest.Config, sent: list[Any]) -> Reports:
-    read = config.hook.pytest_report_from_serializable
-    return [read(config=config, data=data) for data in sent]
+    return [config.hook.pytest_report_from_serializable(config=config, data=data) for data in sent]
 
 
 def _reports_of(item: pytest.Item, answer: Answer, world_size: int) -> Reports:

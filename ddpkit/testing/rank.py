@@ -334,8 +334,7 @@ class RankPlugin:
     def _send_report(self, field: str, report: pytest.TestReport) -> None:
         """Send a report, serialised by pytest."""
         config = self._session.config
-        data = config.hook.pytest_report_to_serializable(config=config, report=report)
-        self._send(field, data)
+        self._send(field, config.hook.pytest_report_to_serializable(config=config, report=report))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item) -> bool:
