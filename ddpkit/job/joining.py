@@ -122,7 +122,7 @@ def _open_store(
             store = call_with_timeout(
                 lambda: open_store(address, port, is_host, timeout),
                 math.inf,
-                lambda: raise_if_peer_lost(peer_lost()),
+                partial(raise_if_peer_lost, peer_lost),
             )
             opened = OpenStore(store, address, port, host)
     except PortTaken as error:

@@ -84,16 +84,14 @@ def is_child_of_rank(address: str, port: int, world_size: int) -> bool:
     try:
         store = _connect_anew(address, port, time.monotonic() + _STRANGER)
         generation = _generation_in(store, time.monotonic() + _OPENING)
-        parent = generation.parent_rank() if generation else None
-        if generation:
-            generation.raise_if_continued()
-    except JobContinues:
+        if generation is None:
+            return False
+        generation.raise_if_continued()
+        return generation.is_started_by_rank(world_size)
+    except (JobContinues, StartedByRank):
         raise
     except (OSError, RuntimeError):  # not a store, or no answer
         return False
-    if parent and world_size > 1:
-        raise StartedByRank(parent)
-    return parent is not None
 
 
 def _generation_in(store: dist.Store, deadline: float) -> Generation | None:

@@ -111,9 +111,7 @@ def record_failure(store: dist.Store, failure: Failure) -> None:
 
 def first_failure(store: dist.Store) -> Failure | None:
     """Return the failure of a job, None if there is none."""
-    if not store.check(["failure"]):
-        return None
-    return Failure.from_json(store.get("failure"), "failure")
+    return Failure.from_json(store.get("failure"), "failure") if store.check(["failure"]) else None
 
 
 class Failures:
@@ -169,11 +167,6 @@ class Failures:
             return call_with_timeout(self.look_up, patience)
         return None
 
-    def raise_if_any(self) -> None:
-        """Raise if any rank has failed; ask the store if this rank knows of none."""
-        self.look_up()
-        self.raise_if_known()
-
     def raise_if_known(self) -> None:
         """Raise if this rank knows that any rank has failed."""
         if self.known:
@@ -189,9 +182,7 @@ class Failures:
     def lost_peer(self) -> PeerError | None:
         """Create the error for the end of the process that must outlive this rank; None while it lives."""
         words = self.peer_lost()
-        if not words:
-            return None
-        return PeerError(self._rank, self._hosts[self._rank], "orphaned", words)
+        return PeerError(self._rank, self._hosts[self._rank], "orphaned", words) if words else None
 
     def departure(self, rank: int) -> PeerError:
         """Create the error for a wait for a rank that has left."""

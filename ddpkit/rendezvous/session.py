@@ -33,11 +33,7 @@ _LINGER = 2.0  # seconds that the store's host waits for ranks that are still le
 Ranks = tuple[int, ...]  # some of a job's ranks, in an order that they all know
 
 
-def _no_watch() -> None:
-    return None
-
-
-def _no_cause(error: BaseException, session: Session) -> None:
+def _nothing(*_: object) -> None:
     return None
 
 
@@ -81,8 +77,8 @@ class Session:
         self.nodes = nodes
         self.store_host = 0
         self.failures = Failures(store, rank, hosts, peer_lost)
-        self.watch: Callable[[], Any] = _no_watch
-        self.explain: Callable[[BaseException, Session], DdpkitError | None] = _no_cause
+        self.watch: Callable[[], Any] = _nothing
+        self.explain: Callable[[BaseException, Session], DdpkitError | None] = _nothing
         self.progress: dict[str, int] = {}
         self.waits: tuple[str, float, float] | None = None
         self.acted_at = time.monotonic()
@@ -159,12 +155,6 @@ class Session:
         key = self.count(name, ranks)
         mine, answer = f"{key}/from/{self.rank}", f"{key}/answer"
         timeout = timeout or self.timeout
-        host = self.hosts[first]
-
-        def late() -> DdpkitError:
-            words = f"{name}: rank {first} ({host}) arrived, but did not answer."
-            return BarrierTimeoutError(words, [(first, host)], [])
-
         with self.bounded(timeout):
             self.store.set(mine, printable(text))
             self.barrier(key, timeout, used=[mine], ranks=ranks)
@@ -172,7 +162,9 @@ class Session:
                 texts = read_texts(self.store, [f"{key}/from/{rank}" for rank in everyone])
                 self._used[ranks] += write_long(self.store, answer, _shorten(texts))
                 return texts
-            self.wait_for_key(answer, timeout, late)
+            host = self.hosts[first]
+            words = f"{name}: rank {first} ({host}) arrived, but did not answer."
+            self.wait_for_key(answer, timeout, lambda: BarrierTimeoutError(words, [(first, host)], []))
             return _lengthen(read_long(self.store, answer), name, len(everyone))
 
     def leave(self, linger: bool) -> None:
@@ -184,13 +176,10 @@ class Session:
         left = self.store.add("left", 1)
         if not linger:
             return
-        expected = len(self.hosts)
-        failure = self.failures.known
-        if failure is not None and failure.type == "lost":  # it cannot leave by itself
-            expected -= 1
+        lost = self.failures.known is not None and self.failures.known.type == "lost"  # it cannot leave by itself
         pause = Pause.among(len(self.hosts))
         deadline = time.monotonic() + _LINGER
-        while left < expected and time.monotonic() < deadline:
+        while left < len(self.hosts) - lost and time.monotonic() < deadline:
             pause()
             left = self.store.add("left", 0)
 
@@ -214,43 +203,31 @@ class Session:
     def until(self, ready: Callable[[], T | None], timeout: timedelta, late: Callable[[], T]) -> T:
         """Poll until `ready()` is not None; return it, raise a peer's failure, or after the time-out call `late()`."""
         pause = Pause.among(len(self.hosts) if self.rank else 1)  # other ranks often wait for rank 0
-        failure = None
-        with self._deadline(timeout) as deadline:
-            while True:
-                asked = time.monotonic()
-                value = ready()
-                if value is not None:
-                    return value
-                if failure:
-                    raise failure.to_error()
-                if self.waits:
-                    self.waits = *self.waits[:2], asked
-                failure = self.failures.look_up()
-                if failure:  # of a peer that may have arrived before it failed
-                    continue
-                if time.monotonic() > deadline:
-                    break
-                pause()
-        with self._deadline(_AFTERWARDS, is_last=True):  # the store has answered so far
-            self.show_ranks()
-            failure = self.failures.look_up()
-            value = ready()  # it may have arrived meanwhile
-            if value is not None:
-                return value
-            if failure:
+
+        def look() -> T | None:
+            failure = self.failures.look_up()  # first: a peer may have arrived before it failed
+            asked = time.monotonic()
+            value = ready()
+            if value is None and failure:
                 raise failure.to_error()
-            return late()
+            if value is None and self.waits:
+                self.waits = *self.waits[:2], asked
+            return value
+
+        with self._deadline(timeout) as deadline:
+            while (value := look()) is None and time.monotonic() <= deadline:
+                pause()
+        if value is None:
+            with self._deadline(_AFTERWARDS, is_last=True):  # the store has answered so far
+                self.show_ranks()
+                value = look()  # it may have arrived meanwhile
+                return late() if value is None else value
+        return value
 
     def wait_for_key(self, key: str, timeout: timedelta, late: Callable[[], DdpkitError]) -> None:
         """Wait until a rank has written this key; raise a peer's failure, or `late()` after the time-out."""
-
-        def is_there() -> bool | None:
-            return self.store.check([key]) or None
-
-        def give_up() -> bool:
+        if not self.until(lambda: self.store.check([key]) or None, timeout, lambda: False):
             raise late()
-
-        self.until(is_there, timeout, give_up)
 
     @contextmanager
     def bounded(self, timeout: timedelta) -> Iterator[None]:
@@ -269,17 +246,16 @@ class Session:
         Args:
             host: Rank at the other end of the connection, None if unknown.
         """
-        failures, store_answers = self.failures, True
+        failures, look_up = self.failures, self.failures.look_up
         with self._deadline(_CAUSE_TIMEOUT) as deadline:
             while True:
                 is_last_look = time.monotonic() > max([deadline, *failures.exiting.values()])
                 try:
-                    if store_answers:
-                        failures.look_up()
+                    look_up()
                 except DdpkitError as error:
                     return error
                 except RuntimeError:  # the store is gone, too: only the watch can tell
-                    store_answers = False
+                    look_up = _nothing
                 cause = failures.cause(host)
                 if cause or is_last_look:
                     return cause
@@ -292,8 +268,7 @@ class Session:
         deadline = time.monotonic() + timeout.total_seconds()
         outer = self._deadlines.get(thread)
         if outer is not None and outer[1]:
-            deadline = min(deadline, outer[0])
-            is_last = True
+            deadline, is_last = min(deadline, outer[0]), True
         self._deadlines[thread] = deadline, is_last
         try:
             yield deadline
@@ -399,7 +374,8 @@ class StoreBarrier:
         if count == len(self._ranks):
             return True
         if left:
-            self._session.failures.raise_if_any()  # it may have left because another failed
+            if failure := self._session.failures.look_up():  # it may have left because another failed
+                raise failure.to_error()
             raise self._session.failures.departure(left[0])
         return None
 
@@ -434,11 +410,8 @@ class StoreBarrier:
     def _explain(self) -> bool:
         """Raise why the barrier broke; return True if the last rank arrived just before another timed out."""
         reason = f"{self._key}/why"
-
-        def late() -> DdpkitError:
-            return BarrierTimeoutError(f"{self.name}: a rank timed out and ended before it gave the reason.", [], [])
-
-        self._session.wait_for_key(reason, _AT_ONCE, late)
+        words = f"{self.name}: a rank timed out and ended before it gave the reason."
+        self._session.wait_for_key(reason, _AT_ONCE, lambda: BarrierTimeoutError(words, [], []))
         why = parse(self._store.get(reason), reason, _FAILED, _MISSING)
         if "missing" not in why:
             failed = Failure.from_fields(why).to_error()
@@ -450,12 +423,10 @@ class StoreBarrier:
 
     def _timeout_error(self, why: dict[str, Any]) -> BarrierTimeoutError:
         me = self._session.rank
-        missing: list[tuple[int, str]] = []
-        arrived: list[tuple[int, str]] = []
-        for rank in self._ranks:
-            places = missing if rank in why["missing"] else arrived
-            places.append((rank, self._session.hosts[rank]))
-        count = f"{len(missing)} of {len(self._ranks)} ranks"
+        places = [(rank, self._session.hosts[rank]) for rank in self._ranks]
+        missing = [place for place in places if place[0] in why["missing"]]
+        arrived = [place for place in places if place not in missing]
+        count = f"{len(missing)} of {len(places)} ranks"
         text = f"{self.name}: {count} did not arrive within {why['seconds']:g} s"
         text += f": {_names(missing)}. Arrived: {_names(arrived)}."
         elsewhere = {int(rank): note for rank, note in why["elsewhere"].items() if rank.isdecimal() and len(rank) < 10}
