@@ -8,9 +8,8 @@ import math
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -48,8 +47,7 @@ _CHOICE = {"error": str, "device": str, "shared": bool, "backend": str | None, "
 
 def offer_store(launch: Launch, store: dist.Store, address: str, port: int) -> None:
     """Let `setup()` join through a store that was opened before."""
-    opened = OpenStore(store, address, port, _host_of(launch))
-    current_job.open_stores[launch.master_addr, launch.master_port] = opened
+    current_job.open_stores[launch.master_addr, launch.master_port] = OpenStore(store, address, port, _host_of(launch))
 
 
 def _host_of(launch: Launch) -> int | None:
@@ -59,56 +57,43 @@ def _host_of(launch: Launch) -> int | None:
 
 def hosted_store(master: str | None) -> dist.Store | None:
     """Return the store that this process hosts at this "host:port"; None if there is none."""
-    return next(
-        (opened.store for opened in current_job.open_stores.values() if f"{opened.address}:{opened.port}" == master),
-        None,
-    )
+    return next((opened.store for opened in current_job.open_stores.values() if opened.master == master), None)
 
 
-def assemble(job: Job, opened: OpenStore | None = None, lost: Callable[[], str] | None = None) -> None:
+def assemble(job: Job, opened: OpenStore | None = None) -> None:
     """Join the job, filling in `job` step by step, so that a failed step can end what exists.
 
     Args:
         job: The job.
         opened: Its store, if it is already open.
-        lost: Returns the fate of a process that this one needs in order to join; by default torchrun's agent.
     """
-    asked = job.asked
-    launch = job.launch
+    launch, backend = job.launch, job.asked.backend
     adopted = dist.is_initialized()
-    agent = agent_of(launch)
-    peer_lost = lost or (agent.lost if agent else str)
+    if agent := agent_of(launch):
+        job.peer_lost = agent.lost
     if adopted:
-        opened = OpenStore(group_store(), host=_host_of(launch))
-    elif opened is None:
-        opened = _open_store(launch, asked.timeout, peer_lost)
+        opened = OpenStore(group_store(), host=None)
+        backend = _backend_of_group()
 
-    session, members, listener = _join(job, opened, peer_lost)
-    job.hosts_store = launch.rank == opened.host and not adopted
-    if asked.watch:
-        _start_watch(job, session, members, listener, opened)
-    backend_asked = _backend_of_group() if adopted else asked.backend
-    device, backend = choose_together(session, job.launch, asked.device, backend_asked)
+    opened = opened or _open_store(job)
+    session, members = join_and_watch(job, opened)
+    device, backend = choose_together(session, job.launch, job.asked.device, backend)
     bind_device(device)
     job.set_threads(members.sharers[launch.rank], len(usable_cores()))
     if not adopted:
         _make_group(job, session, device, backend)
 
-    master = f"{opened.address}:{opened.port}" if opened.address else None
-    job.context = context_of(job.launch, device, backend, master)
+    job.context = context_of(job.launch, device, backend, opened.master)
     job.control = control_device_of(dist.get_backend_config(), device)
 
 
 def _backend_of_group() -> str:
     name = dist.get_backend()
-    if name == "undefined":  # init_process_group() was called without one
-        return dist.get_backend_config()
-    return name
+    return dist.get_backend_config() if name == "undefined" else name  # init_process_group() was called without one
 
 
-def _open_store(
-    launch: Launch, timeout: timedelta, peer_lost: Callable[[], str], tries_again: bool = True
-) -> OpenStore:
+def _open_store(job: Job, tries_again: bool = True) -> OpenStore:
+    launch, timeout = job.launch, job.asked.timeout
     address, port = launch.master_addr, launch.master_port
     host = _host_of(launch)
     is_host = launch.rank == host
@@ -119,16 +104,13 @@ def _open_store(
         if address is None or port is None:
             opened = OpenStore(*find_master(launch, timeout), host)
         else:
-            store = call_with_timeout(
-                lambda: open_store(address, port, is_host, timeout),
-                math.inf,
-                partial(raise_if_peer_lost, peer_lost),
-            )
+            check = partial(raise_if_peer_lost, job.peer_lost)
+            store = call_with_timeout(lambda: open_store(address, port, is_host, timeout), math.inf, check)
             opened = OpenStore(store, address, port, host)
     except PortTaken as error:
         if not is_child_of_rank(error.address, error.port, launch.world_size):
             if tries_again and probe(error.address, error.port) is False:  # its user may have just left
-                return _open_store(launch, timeout, peer_lost, tries_again=False)
+                return _open_store(job, tries_again=False)
             refuse_job(error.address, error.port, str(error))  # the other rank 0 and its peers, if they hold the port
             raise LaunchError(str(error)) from None
         opened = OpenStore(dist.HashStore(), error.address, error.port)  # a separate job of one rank
@@ -137,56 +119,45 @@ def _open_store(
     return opened
 
 
-def _join(job: Job, opened: OpenStore, peer_lost: Callable[[], str]) -> tuple[Session, Members, socket.socket | None]:
-    """Find the members; return them and, on rank 0, the socket where its watch listens."""
-    launch = job.launch
-    timeout = job.asked.timeout
-    listener = None
-    address = None
-    if job.asked.watch and launch.rank == 0:
+def join_and_watch(job: Job, opened: OpenStore) -> tuple[Session, Members]:
+    """Find the members, and start the watch, unless rank 0 has none."""
+    launch, timeout, watched = job.launch, job.asked.timeout, job.asked.watch
+    listener = address = None
+    if watched and launch.rank == 0:
         listener, address = _listen_for_watches(launch, opened)
     run_id = os.environ.get("DDPKIT_RUN_ID") or os.environ.get("TORCHELASTIC_RUN_ID") or None
-    me = Member(launch.rank, launch.world_size, run_id, store_outlives_ranks(launch), job.asked.watch, address)
+    me = Member(launch.rank, launch.world_size, run_id, store_outlives_ranks(launch), watched, address)
     try:
-        store, members = join(opened.store, me, timeout, peer_lost)
+        store, members = join(opened.store, me, timeout, job.peer_lost)
     except BaseException:
         if listener:
             listener.close()
         raise
-    session = Session(store, me.rank, members.hosts, timeout, members.node_of, peer_lost)
+    session = Session(store, me.rank, members.hosts, timeout, members.node_of, job.peer_lost)
     session.explain = cause_of
     session.store_host = opened.host or 0
     session.store_connections = connections_to(opened.store)
     job.session = session
+    job.hosts_store = launch.rank == opened.host
     job.group = reference(current_group())
     job.launch = complete_launch(launch, members)
-    return session, members, listener
+    if watched and members.watch_address is not None:
+        listens = partial(_listen_for_watches, job.launch, opened)
+        current_job.start_watch(job, session, members, listener, listens)
+    return session, members
 
 
 def _listen_for_watches(launch: Launch, opened: OpenStore) -> tuple[socket.socket, tuple[str, int]]:
     """Open the socket where rank 0's watch listens, reachable only for those who need it."""
-    address, port = opened.address, opened.port
-    if address is None:
-        address, port = _address_of(opened.store)
+    address, port = (opened.address, opened.port) if opened.address else _address_of(opened.store)
     one_node = launch.num_nodes == 1 or launch.local_world_size == launch.world_size
     return listen(reachable(address, port), one_node or is_loopback(address))
-
-
-def _start_watch(
-    job: Job, session: Session, members: Members, listener: socket.socket | None, opened: OpenStore
-) -> None:
-    """Start the watch, unless rank 0 has none."""
-    if members.watch_address is not None:
-        listens = partial(_listen_for_watches, job.launch, opened)
-        current_job.start_watch(job, session, members, listener, listens)
 
 
 def _address_of(store: dist.Store) -> tuple[str | None, int | None]:
     """Return a store's address, if it has one."""
     server = without_prefixes(store)
-    if isinstance(server, dist.TCPStore):
-        return server.host, server.port
-    return None, None
+    return (server.host, server.port) if isinstance(server, dist.TCPStore) else (None, None)
 
 
 def connections_to(store: dist.Store) -> set[int]:
@@ -205,8 +176,7 @@ def host_address(store: dist.Store) -> str:
 
 def _make_group(job: Job, session: Session, device: torch.device, backend: str) -> None:
     launch = job.launch
-    options: dict[str, Any] = {"rank": launch.rank, "world_size": launch.world_size}
-    options["timeout"] = job.asked.timeout
+    options: dict[str, Any] = {"rank": launch.rank, "world_size": launch.world_size, "timeout": job.asked.timeout}
     if device.index is not None and re.search("nccl|xccl", backend):
         options["device_id"] = device
     job.owns_group = True  # first: a peer's failure may be raised when the group already exists
