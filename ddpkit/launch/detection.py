@@ -74,20 +74,18 @@ def _find_mpi_or_slurm(env: Mapping[str, str]) -> Launcher | None:
         found = found[1:]  # a lone task may start a launcher, which passes its variables on
     if not found:  # a container may have passed on only some of a Slurm task's variables
         return SLURM if environment.number(env.get("SLURM_PROCID")) > 0 else None
-    if found[0].kind == "pmi" and "MPI_LOCALRANKID" not in env:
-        return found[-1]  # srun --mpi=pmi2 speaks PMI, too
-    return found[0]
+    speaks_pmi = found[0].kind == "pmi" and "MPI_LOCALRANKID" not in env
+    return found[-1] if speaks_pmi else found[0]  # srun --mpi=pmi2 speaks PMI, too
 
 
 def _read_mpirun(launcher: Launcher, env: Mapping[str, str]) -> Reading:
     """Read the variables of a launcher that sets no address, though its user may (mpirun -x)."""
     reading = Reading(launcher, env)
+    absent = [name for name in MASTER.values() if name not in env]
     if reading.values.get("world_size") == 1:
         drop_address(reading)
         _refuse_copies(reading)
-        return reading
-    absent = [name for name in MASTER.values() if name not in env]
-    if len(absent) == 1:
+    elif len(absent) == 1:
         reading.missing += absent
     return reading
 
@@ -130,11 +128,9 @@ def _single(env: Mapping[str, str]) -> Launch:
     ignored = [shown(name, env) for name in MASTER.values() if name in env]
     if ignored:
         evidence.append(f"{', '.join(ignored)} ignored: nothing indicates other ranks")
-    warning = warn_of_allocation(env, *ALLOCATIONS)
-    if warning:
+    if warning := warn_of_allocation(env, *ALLOCATIONS):
         evidence.append(FORGOTTEN + warning)
-    evidence.append("no launcher: one process")
-    return Launch("single", 0, 1, 0, 1, 0, 1, evidence=tuple(evidence))
+    return Launch("single", 0, 1, 0, 1, 0, 1, evidence=(*evidence, "no launcher: one process"))
 
 
 # A Slurm step. Only the step's own variables give the place of a task: SLURM_NTASKS and SLURM_JOB_NODELIST are the
@@ -152,12 +148,14 @@ def read_step(env: Mapping[str, str]) -> Reading:
         step.evidence.append(step.shown(layout))
     if step.values.get("world_size") == 1:
         drop_address(step)
-        warning = warn_of_allocation(env, "SLURM_NTASKS")
-        if warning:  # salloc may open its shell in a step of one task
+        if warning := warn_of_allocation(env, "SLURM_NTASKS"):  # salloc may open its shell in a step of one task
             step.evidence.append(FORGOTTEN + warning)
     else:
         _derive_address(step, host)
-        _derive_port(step)
+        if "MASTER_PORT" not in env:
+            ids = [step.read(name, str) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+            step.values["master_port"] = port = derive_port(*map(str, ids))
+            step.evidence.append(f"port {port} is derived from job and step")
     return step
 
 
@@ -174,15 +172,6 @@ def _derive_address(step: Reading, host: str | None) -> None:
     address = host if several else "127.0.0.1"
     step.values["master_addr"] = address
     step.evidence.append(f"the ranks meet at {address}, on the first node of the step")
-
-
-def _derive_port(step: Reading) -> None:
-    if "MASTER_PORT" in step.env:
-        return
-    ids = [step.read(name, str) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
-    port = derive_port(*map(str, ids))
-    step.values["master_port"] = port
-    step.evidence.append(f"port {port} is derived from job and step")
 
 
 def first_host(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
 from collections.abc import Callable, Mapping
@@ -43,11 +44,8 @@ def nodes(env: Mapping[str, str]) -> dict[str, str]:
 
 def processes(env: Mapping[str, str]) -> list[str]:
     """Return the variables that report several processes."""
-    found = []
-    for name in ("RANK", "LOCAL_RANK", "PMIX_RANK"):
-        told_alone = env.get(name) == "0" and env.get("WORLD_SIZE") == "1"
-        if name in env and not told_alone:
-            found.append(name)
+    harmless = (None, "0") if env.get("WORLD_SIZE") == "1" else (None,)
+    found = [name for name in ("RANK", "LOCAL_RANK", "PMIX_RANK") if env.get(name) not in harmless]
     return found + [name for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE") if env.get(name, "1") != "1"]
 
 
@@ -131,10 +129,8 @@ class Reading:
 
     def said(self, field: str) -> str:
         """Return the source of a value, such as "RANK=3"."""
-        name = self._names.get(field, "")
-        if name not in self.env:
-            name = field
-        return f"{name}={self.values[field]}"
+        name = self._names.get(field)
+        return f"{name if name in self.env else field}={self.values[field]}"
 
     def check_agreement(self, names: Mapping[str, str]) -> None:
         """Note where other variables, by field, contradict the values."""
@@ -153,13 +149,12 @@ class Reading:
             LaunchError: If something is missing or invalid.
         """
         self._conclude()
-        self._check_bounds()
         if self.missing or self.wrong:
             raise LaunchError(self._complaint())
         return Launch(self.launcher.kind, **self.values, evidence=tuple(self.evidence))
 
     def _conclude(self) -> None:
-        """Derive further fields from the values."""
+        """Derive further fields from the values, and note where they contradict each other."""
         values = self.values
         if values.get("world_size") == 1:
             values.setdefault("num_nodes", 1)
@@ -169,27 +164,19 @@ class Reading:
         if "world_size" in values and values.get("local_world_size") == values["world_size"]:
             values.setdefault("node_rank", 0)
             values.setdefault("num_nodes", 1)
-
-    def _check_bounds(self) -> None:
         for part, whole in _BOUNDS:
-            if part not in self.values or whole not in self.values:
-                continue
-            value, bound = self.values[part], self.values[whole]
-            if part.endswith("rank") and value >= bound:
-                self.wrong.append(f"{self.said(part)} is not below {self.said(whole)}")
-            elif value > bound:
-                self.wrong.append(f"{self.said(part)} is more than {self.said(whole)}")
+            is_rank = part.endswith("rank")
+            if values.get(part, 0) + is_rank > values.get(whole, math.inf):
+                contradiction = "not below" if is_rank else "more than"
+                self.wrong.append(f"{self.said(part)} is {contradiction} {self.said(whole)}")
 
     def _complaint(self) -> str:
-        problems = list(self.wrong)
-        if self.missing:
-            verb = "is" if len(self.missing) == 1 else "are"
-            problems.insert(0, f"{', '.join(self.missing)} {verb} not set")
+        verb = "is" if len(self.missing) == 1 else "are"
+        missing = [f"{', '.join(self.missing)} {verb} not set"] if self.missing else []
         found = ", ".join(self.evidence)
-        told = (self._names["rank"], self._names["world_size"])
-        marks = (*self.launcher.signs, *told, *RANKS.values(), *LOCAL.values())
+        marks = (*self.launcher.signs, self._names["rank"], self._names["world_size"], *RANKS.values(), *LOCAL.values())
         unset = [name for name in dict.fromkeys(marks) if name in self.env]
-        text = f"This looks like {self.launcher.title}, but {'; '.join(problems)}. Found: {found}. "
+        text = f"This looks like {self.launcher.title}, but {'; '.join(missing + self.wrong)}. Found: {found}. "
         warning = warn_of_allocation(self.env, "SLURM_NTASKS")
         if warning and self.launcher.kind == "platform":
             text += f"{warning}. "
@@ -199,11 +186,8 @@ class Reading:
 def filled(env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that are not empty; many scripts set a rank of -1 for "not distributed"."""
     found = {name: text.strip() for name, text in env.items() if text.strip()}
-    if found.get("WORLD_SIZE", "1") == "1":
-        for name in ("RANK", "LOCAL_RANK"):
-            if found.get(name) == "-1":
-                del found[name]
-    return found
+    none = {("RANK", "-1"), ("LOCAL_RANK", "-1")} if found.get("WORLD_SIZE", "1") == "1" else ()
+    return {name: text for name, text in found.items() if (name, text) not in none}
 
 
 def shown(name: str, env: Mapping[str, str]) -> str:
@@ -219,14 +203,14 @@ def drop_address(reading: Reading) -> None:
 
 def warn_of_allocation(env: Mapping[str, str], *names: str) -> str | None:
     """Return a warning if one of these variables reports several tasks and this process is not one of them."""
-    for name in names:
-        tool = ALLOCATIONS[name]
-        if env.get(name, "1") != "1":
-            return (
-                f"{shown(name, env)}, but this process is not one of {tool}'s tasks (a batch script, or a shell in an "
-                f"allocation), so it runs alone: start the ranks with {tool}"
-            )
-    return None
+    name = next((name for name in names if env.get(name, "1") != "1"), None)
+    if name is None:
+        return None
+    tool = ALLOCATIONS[name]
+    return (
+        f"{shown(name, env)}, but this process is not one of {tool}'s tasks (a batch script, or a shell in an "
+        f"allocation), so it runs alone: start the ranks with {tool}"
+    )
 
 
 def derive_port(*parts: str) -> int:
@@ -242,11 +226,9 @@ def _parse(field: str, text: str) -> Any:
     if field == "master_addr":
         return text
     least = 0 if field.endswith("rank") else 1
-    bounds = f"of at least {least}"
-    most = 1 << 62
+    most, bounds = 1 << 62, f"of at least {least}"
     if field == "master_port":
-        most = 65535
-        bounds = f"from {least} to {most}"
+        most, bounds = 65535, f"from {least} to 65535"
     if not re.fullmatch("[0-9]{1,19}", text) or not least <= int(text) <= most:
         raise ValueError(f"not an integer {bounds}")
     return int(text)

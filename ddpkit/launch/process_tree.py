@@ -40,9 +40,7 @@ def find_agent(env: Mapping[str, str], pid: int) -> Agent | None:
     Returns:
         The agent; None where `/proc` does not show it (another system, another user's process).
     """
-    marks = ["TORCHELASTIC_RUN_ID", "RANK"]
-    if env.get("TORCHELASTIC_ERROR_FILE"):
-        marks = ["TORCHELASTIC_ERROR_FILE"]
+    marks = ["TORCHELASTIC_ERROR_FILE"] if env.get("TORCHELASTIC_ERROR_FILE") else ["TORCHELASTIC_RUN_ID", "RANK"]
     with suppress(OSError, ValueError, IndexError):
         for above in _parents(pid):
             theirs = environment_of(above)
@@ -68,13 +66,9 @@ def typed_in_terminal(launch: Launch, env: Mapping[str, str], pid: int) -> bool:
     """
     if launch.kind != "slurm" or launch.world_size == 1 or launch.rank or not env.get("SLURM_PTY_PORT"):
         return False
-    if env.get("SLURM_TASK_PID") == str(pid):
-        return False
-    try:
-        terminal = int(_stat(pid)[4])
-    except (OSError, ValueError, IndexError):
-        return False
-    return terminal != 0
+    with suppress(OSError, ValueError, IndexError):
+        return env.get("SLURM_TASK_PID") != str(pid) and int(_stat(pid)[4]) != 0
+    return False
 
 
 def born(pid: int) -> str:
@@ -87,17 +81,14 @@ def born(pid: int) -> str:
         state = _stat(pid)
     except (FileNotFoundError, ProcessLookupError):
         return ""
-    if state[0] in "ZX":  # dead, but not yet reaped
-        return ""
-    return state[19]
+    return "" if state[0] in "ZX" else state[19]  # dead, but not yet reaped
 
 
 def own_birth() -> str:
     """Return this process's start time; "" where the system does not provide it."""
-    try:
+    with suppress(OSError):
         return born(os.getpid())
-    except OSError:
-        return ""
+    return ""
 
 
 def boot_id() -> str:
@@ -108,18 +99,14 @@ def boot_id() -> str:
 
 def runs_since(pid: int, start: str) -> bool | None:
     """Return whether the process with this start time still runs; None where that cannot be read now."""
-    try:
+    with suppress(OSError):
         return born(pid) == start
-    except OSError:
-        return None
+    return None
 
 
 def _parents(pid: int) -> Iterator[int]:
     """Yield a process's ancestors, the nearest first; raise where `/proc` does not show them."""
-    while True:
-        pid = int(_stat(pid)[1])
-        if pid <= 0:
-            return
+    while (pid := int(_stat(pid)[1])) > 0:
         yield pid
 
 
@@ -127,12 +114,8 @@ def environment_of(pid: int, processes: str | os.PathLike[str] = "/proc") -> dic
     """Return the environment in which a process was started; raise OSError where the system does not provide it."""
     with open(os.path.join(processes, f"{pid}", "environ"), "rb") as file:
         entries = file.read().split(b"\0")
-    variables = {}
-    for entry in entries:
-        if entry:
-            name, _, text = os.fsdecode(entry).partition("=")
-            variables[name] = text
-    return variables
+    pairs = [os.fsdecode(entry).partition("=") for entry in entries if entry]
+    return {name: text for name, _, text in pairs}
 
 
 def child_processes(pid: int | str = "self") -> list[int]:
@@ -173,9 +156,7 @@ def outer_launch(agent_env: Mapping[str, str], launch: Launch, env: Mapping[str,
         outer = _launch_around(outside)
     except LaunchError:
         return None
-    if launch.kind != "torchrun" or outer.world_size == 1 or not agents:
-        return None
-    if agents in _expected_agents(outside, outer):
+    if launch.kind != "torchrun" or outer.world_size == 1 or not agents or agents in _expected_agents(outside, outer):
         return None
     signs = [*RANKS.values(), *(sign for launcher in MPI_AND_SLURM for sign in launcher.signs)]
     unset = [name for name in signs if name in outside]
