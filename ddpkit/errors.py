@@ -240,9 +240,7 @@ class PeerError(DdpkitError):
     _page = "faults"
 
     def __init__(self, rank: int, host: str, error_type: str, message: str, traceback: str = "") -> None:
-        text = f"rank {rank} ({host}) failed: {error_type}: "
-        if error_type in _WITHOUT_ERROR:
-            text = f"rank {rank} ({host}) {_WITHOUT_ERROR[error_type]}"
+        text = f"rank {rank} ({host}) {_WITHOUT_ERROR.get(error_type, f'failed: {error_type}: ')}"
         text = text + message if message else text.rstrip(": ")
         if traceback:
             text += f"\n\nTraceback of rank {rank}:\n{traceback.rstrip()}"
@@ -320,12 +318,9 @@ def trace_of(error: BaseException) -> str:
     if error.__traceback__ is None:
         return ""
     try:
-        lines = traceback.format_exception(type(error), error, error.__traceback__)
-        if isinstance(error, DdpkitError):
-            lines = [report_of(error)]
+        lines = [report_of(error)] if isinstance(error, DdpkitError) else traceback.format_exception(error)
     except BaseException:  # exceptions hold arbitrary values, and SyntaxError's formatter trusts its fields
-        lines = traceback.format_tb(error.__traceback__)
-        lines.append(f"{describe_error(error)}\n")
+        lines = [*traceback.format_tb(error.__traceback__), f"{describe_error(error)}\n"]
     text = "".join(lines)
     if len(text) > TRACE_LENGTH:
         half = TRACE_LENGTH // 2

@@ -211,18 +211,9 @@ class Context:
 
 def context_of(launch: Launch, device: torch.device, backend: str | None = None, master: str | None = None) -> Context:
     """Make the context of a launch; unknown places are those of a job on one node."""
-    return Context(
-        rank=launch.rank,
-        world_size=launch.world_size,
-        local_rank=launch.local_rank or 0,
-        local_world_size=launch.local_world_size or 1,
-        node_rank=launch.node_rank or 0,
-        num_nodes=launch.num_nodes or 1,
-        device=device,
-        backend=backend,
-        launcher=launch.kind,
-        master=master,
-    )
+    place = launch.rank, launch.world_size, launch.local_rank or 0, launch.local_world_size or 1
+    node = launch.node_rank or 0, launch.num_nodes or 1
+    return Context(*place, *node, device, backend, launch.kind, master)
 
 
 @dataclass

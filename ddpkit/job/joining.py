@@ -1,4 +1,4 @@
-"""Join a job: its store, its members, the watch, the device, the process group."""
+"""Join a job: its store, its members, the watch, the device, the process group; or tell the others why not."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import math
 import os
 import re
 import socket
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -17,29 +19,32 @@ import torch
 import torch.distributed as dist
 
 from ..errors import LaunchError
+from ..launch import detection
 from ..launch.launch import Launch
 from ..launch.process_tree import agent_of
 from ..parsing import parse
 from ..rendezvous.causes import cause_of
-from ..rendezvous.generation import complete_launch, join, raise_if_peer_lost
+from ..rendezvous.failures import JobContinues
+from ..rendezvous.generation import Generation, StartedByRank, complete_launch, join, raise_if_peer_lost
 from ..rendezvous.members import Member, Members, usable_cores
 from ..rendezvous.session import Session
 from ..rendezvous.sockets import LOOPBACKS, is_loopback, listen, probe, sockets_to
 from ..rendezvous.store import (
     PortTaken,
     call_with_timeout,
+    connect_to_store,
     find_master,
     open_store,
     ports,
     reachable,
     store_outlives_ranks,
+    wait_for_listener,
     without_prefixes,
 )
 from ..torch_internals import current_group, group_store, reference
 from . import current_job
 from .device import bind_device, choose_device, control_device_of, default_backend, identity
 from .job import ChooseDevice, Job, OpenStore, context_of
-from .refusal import is_child_of_rank, refuse_job
 
 log = logging.getLogger(__name__)
 _CHOICE = {"error": str, "device": str, "shared": bool, "backend": str | None, "kind": str}
@@ -133,11 +138,9 @@ def join_and_watch(job: Job, opened: OpenStore) -> tuple[Session, Members]:
         if listener:
             listener.close()
         raise
-    session = Session(store, me.rank, members.hosts, timeout, members.node_of, job.peer_lost)
-    session.explain = cause_of
-    session.store_host = opened.host or 0
-    session.store_connections = connections_to(opened.store)
-    job.session = session
+    place = me.rank, members.hosts, timeout, members.node_of
+    connections = connections_to(opened.store)
+    job.session = session = Session(store, *place, job.peer_lost, cause_of, opened.host or 0, connections)
     job.hosts_store = launch.rank == opened.host
     job.group = reference(current_group())
     job.launch = complete_launch(launch, members)
@@ -220,21 +223,20 @@ def choose_together(
     Raises:
         LaunchError: On every rank, if one has no device, or their devices or backends do not fit together.
     """
-    choice: dict[str, Any] = {"error": "", "device": "", "shared": device is not None, "backend": backend}
-    chosen = torch.device("cpu")
+    chosen, name, problem = torch.device("cpu"), "", ""
     try:
         chosen = choose_device(device, launch.local_rank or 0, launch.local_world_size or 1)
-        choice["device"] = identity(chosen)
+        name = identity(chosen)
         default_backend(chosen, False)
     except (RuntimeError, ValueError) as error:
-        choice["error"] = str(error)
-    choice["kind"] = chosen.type
-
+        problem = str(error)
+    asked = {"shared": device is not None, "backend": backend}
+    choice = {"error": problem, "device": name, "kind": chosen.type, **asked}
     texts = session.exchange(json.dumps(choice), "devices")
     choices = [parse(text, f"choice of rank {rank}", _CHOICE) for rank, text in enumerate(texts)]
     _check_choices(choices)
-    are_shared = _check_sharing(session, choices)
-    return chosen, backend or default_backend(chosen, are_shared)
+    shared = _check_sharing(session, choices)
+    return chosen, backend or default_backend(chosen, shared)
 
 
 def _check_choices(choices: list[dict[str, Any]]) -> None:
@@ -266,3 +268,95 @@ def _check_sharing(session: Session, choices: list[dict[str, Any]]) -> bool:
                 f'one rank per device, or share it explicitly: setup(device="{kind}:0").'
             )
     return bool(shared)
+
+
+# Tell waiting ranks why this process does not join.
+
+_READING = 5.0  # most seconds in which the ranks read why rank 0 does not join
+_OPENING = 0.5  # seconds from the opening of a store until a job is in it
+_STRANGER, _RANK = 2.0, 20.0  # seconds in which the job must start: rank 0 may still be starting
+
+
+def tell_peers(error: Exception, launch: Launch | None) -> None:
+    """Tell the ranks that may wait for this process why it does not join them."""
+    with suppress(LaunchError):
+        launch = launch or detection.detect_launch(os.environ)
+    reason = f"on {socket.gethostname()} could not join: {error}"
+    if launch is None:  # the environment is contradictory
+        address, port = os.environ.get("MASTER_ADDR"), detection.port(os.environ.get("MASTER_PORT"))
+        if address and port:
+            refuse_job(address, port, f"A process {reason}")
+        return
+    if launch.world_size == 1 or launch.master_addr is None or launch.master_port is None:
+        return
+    reason = f"Rank {launch.rank} {reason}"
+    if launch.rank == 0:
+        _refuse_as_rank_0(launch, launch.master_addr, launch.master_port, reason)
+    else:
+        refuse_job(launch.master_addr, launch.master_port, reason, is_rank=True)
+
+
+def _refuse_as_rank_0(launch: Launch, address: str, port: int, reason: str) -> None:
+    """Start the job that the others wait for, and cancel it."""
+    with suppress(OSError, RuntimeError):
+        outlives = store_outlives_ranks(launch)
+        store = open_store(address, port, not outlives, timedelta(seconds=_READING))
+        generation = Generation.new(store)
+        generation.fail(reason)
+        if not outlives:
+            generation.await_readers(launch.world_size, _READING)
+
+
+def refuse_job(address: str, port: int, reason: str, is_rank: bool = False) -> None:
+    """Tell a job that this process does not belong to it, so that its ranks do not wait.
+
+    Not the job of a rank that started this process, which waits for nobody.
+
+    Args:
+        address: Host of the job's store, now or later.
+        port: Its port.
+        reason: Message.
+        is_rank: Whether this process is one of the job's ranks.
+    """
+    deadline = time.monotonic() + (_RANK if is_rank else _STRANGER)
+    with suppress(OSError, RuntimeError):
+        generation = _generation_in(_connect_anew(address, port, deadline), deadline)
+        if generation is None or generation.parent_rank():
+            return
+        generation.fail(reason)
+        if is_rank and not generation.is_complete():
+            generation.await_readers(0, 0.0)  # it counts as one of them
+
+
+def is_child_of_rank(address: str, port: int, world_size: int) -> bool:
+    """Return whether a rank of the job there started this process, which is then a separate job of one rank.
+
+    Raises:
+        StartedByRank: If this process is to be one of several ranks.
+        JobContinues: If that job continues without the ranks that it has lost.
+    """
+    try:
+        store = _connect_anew(address, port, time.monotonic() + _STRANGER)
+        generation = _generation_in(store, time.monotonic() + _OPENING)
+        if generation is None:
+            return False
+        generation.raise_if_continued()
+        return generation.is_started_by_rank(world_size)
+    except (JobContinues, StartedByRank):
+        raise
+    except (OSError, RuntimeError):  # not a store, or no answer
+        return False
+
+
+def _generation_in(store: dist.Store, deadline: float) -> Generation | None:
+    """Return the newest generation in a store; wait for the first."""
+    while True:
+        generation = Generation.latest(store)
+        if generation or time.monotonic() > deadline:
+            return generation
+        time.sleep(0.02)
+
+
+def _connect_anew(address: str, port: int, deadline: float) -> dist.Store:
+    wait_for_listener(address, port, deadline)
+    return connect_to_store(address, port, timedelta(seconds=3))

@@ -95,7 +95,7 @@ def setup(
         asked = Options(backend, device, timeout, num_threads, watch, launch)
     except (TypeError, ValueError) as error:
         if current_job.job is None and not dist.is_initialized():
-            import_module(".refusal", __package__).tell_peers(error, launch)
+            import_module(".joining", __package__).tell_peers(error, launch)
         raise
     job = current_job.job
     if job is None or not job.is_current():
@@ -211,7 +211,7 @@ def checked_launch(asked: Options) -> Launch:
         if launch is None:
             launch, warning = unnested_launch()
     except LaunchError as error:
-        import_module(".refusal", __package__).tell_peers(error, launch)
+        import_module(".joining", __package__).tell_peers(error, launch)
         raise
     if warning:
         log.warning("%s", warning)

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import LaunchError
-from .detection import detect_launch
-from .environment import Reading, filled, number
+from .detection import Reading, detect_launch, filled, number
 from .launch import MPI_AND_SLURM, PLATFORM, RANKS, Launch, forgotten_launcher
 
 

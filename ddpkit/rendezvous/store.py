@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import logging
 import os
 import re
@@ -18,7 +17,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from ..errors import LaunchError, printable
-from ..launch import environment
+from ..launch import detection
 from ..launch.launch import JOB_IDS, Launch
 from ..parsing import refuse_text
 from ..torch_internals import torch_is_before
@@ -50,19 +49,15 @@ _abandoned: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _AT_EXIT = 1.0  # seconds in which abandoned threads end
 
 
-@functools.cache
-def _end_threads_at_exit() -> None:
+@atexit.register
+def _end_threads() -> None:
     """Let no thread return from torch's code to an interpreter that has ended: that would abort the process."""
-
-    def end() -> None:
-        deadline = time.monotonic() + _AT_EXIT
-        waiting = [thread for thread in _abandoned if thread.is_alive()]
-        for port in ports if waiting else ():
-            sockets.cut(sockets.sockets_to(port))
-        for thread in waiting:
-            thread.join(max(0.0, deadline - time.monotonic()))
-
-    atexit.register(end)
+    deadline = time.monotonic() + _AT_EXIT
+    waiting = [thread for thread in _abandoned if thread.is_alive()]
+    for port in ports if waiting else ():
+        sockets.cut(sockets.sockets_to(port))
+    for thread in waiting:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def call_with_timeout(work: Callable[[], T], seconds: float, check: Callable[[], object] = str) -> T:
@@ -83,7 +78,6 @@ def call_with_timeout(work: Callable[[], T], seconds: float, check: Callable[[],
             errors.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
-    _end_threads_at_exit()
     deadline = time.monotonic() + seconds
     try:
         thread.start()
@@ -244,10 +238,10 @@ def find_master(launch: Launch, timeout: timedelta) -> tuple[dist.Store, str, in
             share_over_pmi(f"{server.host}|{server.port}")
             return server, server.host, server.port
         address, _, text = share_over_pmi(None).partition("|")
-        port = environment.port(text)
+        port = detection.port(text)
     elif one_node:
         address = "127.0.0.1"
-        port = environment.derive_port(*(os.environ.get(name, "") for name in JOB_IDS))
+        port = detection.derive_port(*(os.environ.get(name, "") for name in JOB_IDS))
     else:
         raise LaunchError(
             f"{launch.kind} started ranks on several nodes but sets no address to meet at. Set MASTER_ADDR to the "

@@ -17,7 +17,7 @@ from ddpkit.errors import LaunchError
 from ddpkit.job import joining as startup
 from ddpkit.job import leaving
 from ddpkit.job.job import Job, Options, context_of
-from ddpkit.job.refusal import is_child_of_rank
+from ddpkit.job.joining import is_child_of_rank
 from ddpkit.launch.launch import Launch
 from ddpkit.rendezvous.session import Session
 from ddpkit.rendezvous.sockets import is_listening
