@@ -20,6 +20,7 @@ TRACE_LENGTH = 50_000
 GUIDE = "https://ddpkit.readthedocs.io/en/latest/guide/"
 _OURS = (os.path.dirname(__file__) + os.sep, contextlib.__file__)  # files left out of tracebacks
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+Places = list[tuple[int, str]]  # rank and host
 _Error = TypeVar("_Error", bound="DdpkitError")
 
 
@@ -192,15 +193,15 @@ class BarrierTimeoutError(DdpkitError):
     """
 
     _page = "troubleshooting"
-    missing: list[tuple[int, str]]
-    arrived: list[tuple[int, str]]
+    missing: Places
+    arrived: Places
     elsewhere: dict[int, str]
 
     def __init__(
         self,
         message: str,
-        missing: list[tuple[int, str]],
-        arrived: list[tuple[int, str]],
+        missing: Places,
+        arrived: Places,
         elsewhere: Mapping[int, str] | None = None,
     ) -> None:
         super().__init__(message)

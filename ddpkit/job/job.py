@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ..arguments import as_integer, check_timeout
 from ..launch import ranks
 from ..launch.launch import Launch
+from ..launch.process_tree import Lost
 from ..torch_internals import no_group
 
 if TYPE_CHECKING:
@@ -245,7 +246,7 @@ class Job:
     launch: Launch
     asked: Options
     context: Context
-    peer_lost: Callable[[], str] = str
+    peer_lost: Lost = str
     group: Callable[[], Any] = no_group
     session: Session | None = None
     watch: Any = None

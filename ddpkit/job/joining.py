@@ -28,7 +28,7 @@ from ..rendezvous.failures import JobContinues
 from ..rendezvous.generation import Generation, StartedByRank, complete_launch, join, raise_if_peer_lost
 from ..rendezvous.members import Member, Members, usable_cores
 from ..rendezvous.session import Session
-from ..rendezvous.sockets import LOOPBACKS, is_loopback, listen, probe, sockets_to
+from ..rendezvous.sockets import LOOPBACKS, Listener, is_loopback, listen, probe, sockets_to
 from ..rendezvous.store import (
     PortTaken,
     call_with_timeout,
@@ -98,20 +98,15 @@ def _backend_of_group() -> str:
 
 
 def _open_store(job: Job, tries_again: bool = True) -> OpenStore:
-    launch, timeout = job.launch, job.asked.timeout
-    address, port = launch.master_addr, launch.master_port
-    host = _host_of(launch)
-    is_host = launch.rank == host
-    known: OpenStore | None = current_job.open_stores.get((address, port))
+    launch = job.launch
+    place = launch.master_addr, launch.master_port
+    known: OpenStore | None = current_job.open_stores.get(place)
     if known is not None:
         return known
+    check = partial(raise_if_peer_lost, job.peer_lost)
     try:
-        if address is None or port is None:
-            opened = OpenStore(*find_master(launch, timeout), host)
-        else:
-            check = partial(raise_if_peer_lost, job.peer_lost)
-            store = call_with_timeout(lambda: open_store(address, port, is_host, timeout), math.inf, check)
-            opened = OpenStore(store, address, port, host)
+        found = call_with_timeout(lambda: find_master(launch, job.asked.timeout), math.inf, check)
+        opened = OpenStore(*found, _host_of(launch))
     except PortTaken as error:
         if not is_child_of_rank(error.address, error.port, launch.world_size):
             if tries_again and probe(error.address, error.port) is False:  # its user may have just left
@@ -119,8 +114,8 @@ def _open_store(job: Job, tries_again: bool = True) -> OpenStore:
             refuse_job(error.address, error.port, str(error))  # the other rank 0 and its peers, if they hold the port
             raise LaunchError(str(error)) from None
         opened = OpenStore(dist.HashStore(), error.address, error.port)  # a separate job of one rank
-    if is_host or address is None:  # others connect again: by then another host may have this address
-        current_job.open_stores[address, port] = opened
+    if launch.rank == opened.host or launch.master_addr is None:  # others connect again: it may be another host by then
+        current_job.open_stores[place] = opened
     return opened
 
 
@@ -150,7 +145,7 @@ def join_and_watch(job: Job, opened: OpenStore) -> tuple[Session, Members]:
     return session, members
 
 
-def _listen_for_watches(launch: Launch, opened: OpenStore) -> tuple[socket.socket, tuple[str, int]]:
+def _listen_for_watches(launch: Launch, opened: OpenStore) -> Listener:
     """Open the socket where rank 0's watch listens, reachable only for those who need it."""
     address, port = (opened.address, opened.port) if opened.address else _address_of(opened.store)
     one_node = launch.num_nodes == 1 or launch.local_world_size == launch.world_size

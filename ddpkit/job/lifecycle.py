@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -27,7 +27,7 @@ from ..arguments import suggest_option
 from ..errors import DdpkitError, LaunchError, NotSetUpError, report_of
 from ..launch import ranks
 from ..launch.launch import Launch
-from ..launch.process_tree import unnested_launch
+from ..launch.process_tree import Lost, unnested_launch
 from ..torch_internals import groups, in_autograd_thread, torch_is_before
 from . import current_job
 from .device import bind_device, choose_device, is_same_device
@@ -122,7 +122,7 @@ def rejoin(
     rank: int,
     world_size: int,
     store_host: int,
-    lost: Callable[[], str],
+    lost: Lost,
 ) -> Context:
     """Join the job of the remaining ranks after a loss. Collective among these.
 
@@ -147,7 +147,7 @@ def _check_place(said: Launch | None, found: Launch) -> None:
         )
 
 
-def _begin(asked: Options, opened: OpenStore | None = None, lost: Callable[[], str] = str) -> Job:
+def _begin(asked: Options, opened: OpenStore | None = None, lost: Lost = str) -> Job:
     """Join the current job, and leave the one before it, whose group no longer exists.
 
     Args:

@@ -6,7 +6,8 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,12 +23,13 @@ from .launch import (
     SLURM,
     SPAWN,
     TORCHRUN,
+    Environment,
     Launch,
     Launcher,
 )
 
 
-def detect_launch(env: Mapping[str, str] | None = None) -> Launch:
+def detect_launch(env: Environment | None = None) -> Launch:
     """Detect from environment variables how this process was started.
 
     Args:
@@ -70,7 +72,7 @@ def detect_launch(env: Mapping[str, str] | None = None) -> Launch:
     return _single(env)
 
 
-def _find_mpi_or_slurm(env: Mapping[str, str]) -> Launcher | None:
+def _find_mpi_or_slurm(env: Environment) -> Launcher | None:
     """Return the launcher whose variables are set, the first in the table."""
     found = [launcher for launcher in MPI_AND_SLURM if any(sign in env for sign in launcher.signs)]
     if found and found[0].kind == "submitit" and env.get("SUBMITIT_LOCAL_NTASKS") == "1":
@@ -81,7 +83,7 @@ def _find_mpi_or_slurm(env: Mapping[str, str]) -> Launcher | None:
     return found[-1] if speaks_pmi else found[0]  # srun --mpi=pmi2 speaks PMI, too
 
 
-def _read_mpirun(launcher: Launcher, env: Mapping[str, str]) -> Reading:
+def _read_mpirun(launcher: Launcher, env: Environment) -> Reading:
     """Read the variables of a launcher that sets no address, though its user may (mpirun -x)."""
     reading = Reading(launcher, env)
     absent = [name for name in MASTER.values() if name not in env]
@@ -93,7 +95,7 @@ def _read_mpirun(launcher: Launcher, env: Mapping[str, str]) -> Reading:
     return reading
 
 
-def _read_platform(env: Mapping[str, str], launcher: Launcher | None) -> Reading:
+def _read_platform(env: Environment, launcher: Launcher | None) -> Reading:
     """Read RANK etc., which are complete; raise for fewer ranks than this launcher started processes."""
     reading = Reading(PLATFORM, env)
     names = [launcher.needs[field] for field in RANKS] if launcher else []
@@ -126,7 +128,7 @@ def _refuse_copies(reading: Reading) -> None:
         )
 
 
-def _single(env: Mapping[str, str]) -> Launch:
+def _single(env: Environment) -> Launch:
     evidence = [shown(name, env) for name in (*RANKS.values(), *LOCAL.values()) if name in env]
     ignored = [shown(name, env) for name in MASTER.values() if name in env]
     if ignored:
@@ -140,7 +142,7 @@ def _single(env: Mapping[str, str]) -> Launch:
 # job's, and layouts may be uneven.
 
 
-def read_step(env: Mapping[str, str]) -> Reading:
+def read_step(env: Environment) -> Reading:
     """Read a task's place in its step, and derive the address at which all tasks meet."""
     step = Reading(SLURM, env)
     host = step.read("SLURM_STEP_NODELIST", first_host)
@@ -214,12 +216,12 @@ START_ON_NODES = (
 )
 
 
-def nodes(env: Mapping[str, str]) -> dict[str, str]:
+def nodes(env: Environment) -> dict[str, str]:
     """Return the platforms that report several nodes, by the variable that reports it."""
     return {name: title for name, title in _PLATFORMS.items() if _count(env.get(name, "")) > 1}
 
 
-def processes(env: Mapping[str, str]) -> list[str]:
+def processes(env: Environment) -> list[str]:
     """Return the variables that report several processes."""
     harmless = (None, "0") if env.get("WORLD_SIZE") == "1" else (None,)
     found = [name for name in ("RANK", "LOCAL_RANK", "PMIX_RANK") if env.get(name) not in harmless]
@@ -256,6 +258,7 @@ _BOUNDS = (  # a rank is below a size; a part is at most the whole
 )
 
 
+@dataclass
 class Reading:
     """The variables of one launcher, as found in this process.
 
@@ -268,19 +271,21 @@ class Reading:
         evidence: "NAME=value" of each variable used, and conclusions in words.
     """
 
-    def __init__(self, launcher: Launcher, env: Mapping[str, str]) -> None:
-        self.launcher = launcher
-        self.env = env
+    launcher: Launcher
+    env: Environment
+
+    def __post_init__(self) -> None:
+        """Read the variables."""
+        env, launcher = self.env, self.launcher
         self.values: dict[str, Any] = {}
         self.missing: list[str] = []
         self.wrong: list[str] = []
-        self.evidence: list[str] = []
         self._names = {}  # variable of each field: the first alternative that is set
         for field, alternatives in (launcher.needs | launcher.takes).items():
             names = alternatives.split("|")
             self._names[field] = next((name for name in names if name in env), names[0])
-        names = [name for name in launcher.signs if name in env and name not in self._names.values()]
-        self.evidence += map(self.shown, names)
+        signs = [name for name in launcher.signs if name in env and name not in self._names.values()]
+        self.evidence = [*map(self.shown, signs)]
         for field, name in self._names.items():
             is_due = name in env or field in launcher.needs
             if is_due and (value := self.read(name, partial(_parse, field))) is not None:
@@ -357,14 +362,14 @@ class Reading:
         return f"{text}{self.launcher.start}; to run on one process, unset {', '.join(unset)}."
 
 
-def filled(env: Mapping[str, str]) -> dict[str, str]:
+def filled(env: Environment) -> dict[str, str]:
     """Return the variables that are not empty; many scripts set a rank of -1 for "not distributed"."""
     found = {name: text.strip() for name, text in env.items() if text.strip()}
     none = {("RANK", "-1"), ("LOCAL_RANK", "-1")} if found.get("WORLD_SIZE", "1") == "1" else ()
     return {name: text for name, text in found.items() if (name, text) not in none}
 
 
-def shown(name: str, env: Mapping[str, str]) -> str:
+def shown(name: str, env: Environment) -> str:
     """Return a variable as "NAME=value", printable, a long value shortened."""
     return printable(f"{name}={env[name]}")[:_VARIABLE_LENGTH]
 
@@ -375,7 +380,7 @@ def drop_address(reading: Reading) -> None:
         reading.values.pop(field, None)
 
 
-def warn_of_allocation(env: Mapping[str, str], *names: str) -> str | None:
+def warn_of_allocation(env: Environment, *names: str) -> str | None:
     """Return a warning if one of these variables reports several tasks and this process is not one of them."""
     name = next((name for name in names if env.get(name, "1") != "1"), None)
     if name is None:

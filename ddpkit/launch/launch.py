@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+Environment = Mapping[str, str]
 FORGOTTEN = "warning: "  # start of a line of evidence to show to the user
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import LaunchError
 from .detection import Reading, detect_launch, filled, number
-from .launch import MPI_AND_SLURM, PLATFORM, RANKS, Launch, forgotten_launcher
+from .launch import MPI_AND_SLURM, PLATFORM, RANKS, Environment, Launch, forgotten_launcher
+
+Lost = Callable[[], str]  # returns the fate of a process that must outlive this one, "" while it lives
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Agent:
         return f"torchrun (pid {self.pid}), which started it, was killed or crashed"
 
 
-def find_agent(env: Mapping[str, str], pid: int) -> Agent | None:
+def find_agent(env: Environment, pid: int) -> Agent | None:
     """Find the torchrun that started a rank: the nearest ancestor that is not a rank, or is one of another job.
 
     Args:
@@ -57,7 +59,7 @@ def ancestors() -> dict[int, str]:
     return found
 
 
-def typed_in_terminal(launch: Launch, env: Mapping[str, str], pid: int) -> bool:
+def typed_in_terminal(launch: Launch, env: Environment, pid: int) -> bool:
     """Return whether the process was started from the shell of a step of several tasks (`srun -n4 --pty bash`).
 
     Then it runs alone. SLURM_PTY_PORT does not tell, because programs started by srun from such a shell inherit it. But
@@ -134,7 +136,7 @@ def _stat(pid: int) -> list[str]:
 # Detect torchruns that each rank of another launch started, so that each runs a separate job.
 
 
-def outer_launch(agent_env: Mapping[str, str], launch: Launch, env: Mapping[str, str]) -> str | None:
+def outer_launch(agent_env: Environment, launch: Launch, env: Environment) -> str | None:
     """Explain which launch started torchrun itself, if that launch's processes run separate torchrun jobs.
 
     Each process of a launch may start one agent of the same torchrun job. That job then has as many agents as the
@@ -168,14 +170,14 @@ def outer_launch(agent_env: Mapping[str, str], launch: Launch, env: Mapping[str,
     )
 
 
-def _launch_around(outside: Mapping[str, str]) -> Launch:
+def _launch_around(outside: Environment) -> Launch:
     if not all(name in outside for name in RANKS.values()):
         return detect_launch(outside)
     without_address = PLATFORM._replace(signs=(), needs=RANKS, takes={})  # torchrun brings its own
     return Reading(without_address, outside).launch()
 
 
-def _expected_agents(outside: Mapping[str, str], outer: Launch) -> range:
+def _expected_agents(outside: Environment, outer: Launch) -> range:
     """Return the possible numbers of agents of a torchrun job in this environment."""
     nodes = outside.get("PET_NNODES", "")
     if "TORCHELASTIC_RUN_ID" in outside or not re.fullmatch("[0-9]{1,9}(:[0-9]{1,9})?", nodes):

@@ -48,16 +48,17 @@ def cause_of(error: BaseException, session: Session) -> DdpkitError | None:
         cause = cause_of(inner, session)
         if cause:
             return cause
-    if error is session.failures.explained or not is_of_broken_collective(error):  # explained by an inner block
+    failures = session.failures
+    if error is failures.explained or not is_of_broken_collective(error):  # explained by an inner block
         return None
-    session.failures.explained = error
+    failures.explained = error
     if _TIMED_OUT.search(message_of(error)):
         session.show_ranks()
     call, place, group = _called(error)
     ranks = _participants(error, call, group)
-    if session.rank not in ranks or session.failures.known or session.failures.compared:
+    if session.rank not in ranks or failures.known or failures.compared:
         return session.find_cause()
-    session.failures.compared = True  # once: a second time ranks may compare different collectives
+    failures.compared = True  # once: a second time ranks may compare different collectives
     return _compare_places(error, f"{call} {place}", session, ranks)
 
 

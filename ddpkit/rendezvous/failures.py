@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from traceback import FrameSummary
@@ -30,6 +30,7 @@ from ..errors import (
     printable,
     trace_of,
 )
+from ..launch.process_tree import Lost
 from ..parsing import parse, refuse_text
 from .store import call_with_timeout
 
@@ -131,7 +132,7 @@ class Failures:
     store: dist.Store
     rank: int
     hosts: Sequence[str]
-    peer_lost: Callable[[], str]
+    peer_lost: Lost
     known: Failure | None = None
     muted: bool = False
     held: bool = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ..errors import LaunchError
 from ..launch.detection import detect_launch
 from ..launch.launch import Launch
+from ..launch.process_tree import Lost
 from ..parsing import encode, refuse_text
 from .failures import Failure, JobContinues, first_failure, record_failure
 from .members import Member, Members, claim_key
@@ -178,6 +179,7 @@ _AGREED = {  # fields that must be equal on all ranks, each with its name for th
     "watch": ("watch", "pass the same to setup()"),
     "run_id": ("run", "two jobs meet at one MASTER_ADDR:MASTER_PORT, give each its own MASTER_PORT"),
 }
+Start = tuple[dist.Store, Members]  # the store under the prefix of the generation
 _STORE_GRACE = 5.0  # seconds beyond the time-out for the store to answer
 
 
@@ -199,9 +201,7 @@ class StartedByRank(LaunchError):
         )
 
 
-def join(
-    store: dist.Store, me: Member, timeout: timedelta, peer_lost: Callable[[], str] = str
-) -> tuple[dist.Store, Members]:
+def join(store: dist.Store, me: Member, timeout: timedelta, peer_lost: Lost = str) -> Start:
     """Agree with all ranks on a generation and its members.
 
     Args:
@@ -232,7 +232,7 @@ def join(
         raise StoreLost(f"Rank {me.rank} lost the store while joining; its host has ended: {error}") from error
 
 
-def raise_if_peer_lost(peer_lost: Callable[[], str]) -> None:
+def raise_if_peer_lost(peer_lost: Lost) -> None:
     """Raise if the process that must outlive this one has ended."""
     if reason := peer_lost():
         raise LaunchError(f"This rank cannot join: {reason}.")
@@ -252,7 +252,7 @@ def complete_launch(launch: Launch, members: Members) -> Launch:
     return replace(launch, **untold)
 
 
-def _collect_claims(store: dist.Store, me: Member, deadline: float, timeout: timedelta) -> tuple[dist.Store, Members]:
+def _collect_claims(store: dist.Store, me: Member, deadline: float, timeout: timedelta) -> Start:
     """Begin a generation, as rank 0, and publish its members when all ranks are claimed."""
     former = Generation.latest(store)
     if former:
@@ -282,9 +282,7 @@ def _collect_claims(store: dist.Store, me: Member, deadline: float, timeout: tim
     return generation.store, members
 
 
-def _claim_until_accepted(
-    store: dist.Store, me: Member, deadline: float, timeout: timedelta
-) -> tuple[dist.Store, Members]:
+def _claim_until_accepted(store: dist.Store, me: Member, deadline: float, timeout: timedelta) -> Start:
     """Claim this rank in the newest generation, and in each newer one, until rank 0 publishes its members."""
     seen = -1
     claimed = None

@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..errors import BarrierTimeoutError, DdpkitError, PeerError, printable
+from ..errors import BarrierTimeoutError, DdpkitError, PeerError, Places, printable
+from ..launch.process_tree import Lost
 from ..parsing import parse, refuse_text
 from ..torch_internals import gloo_address
 from .failures import FAILURE, Failure, Failures
@@ -67,12 +68,12 @@ class Session:
     hosts: Sequence[str]
     timeout: timedelta
     nodes: Sequence[object]
-    peer_lost: InitVar[Callable[[], str]]
+    peer_lost: InitVar[Lost]
     explain: Callable[[BaseException, Session], DdpkitError | None] = _nothing
     store_host: int = 0
     store_connections: set[int] = field(default_factory=set)
 
-    def __post_init__(self, peer_lost: Callable[[], str]) -> None:
+    def __post_init__(self, peer_lost: Lost) -> None:
         """Begin it in this process."""
         self.failures = Failures(self.store, self.rank, self.hosts, peer_lost)
         self.watch: Callable[[], Any] = _nothing
@@ -360,7 +361,8 @@ class StoreBarrier:
         if time.monotonic() > self._note_at:  # for ranks that miss this one elsewhere
             self._store.set(self._note, f"waits in {self.name} instead")
             self._note_at = math.inf
-        left = [rank for rank in self.session.failures.left if rank in self.ranks]
+        failures = self.session.failures
+        left = [rank for rank in failures.left if rank in self.ranks]
         count = self._store.add(self.counter, 0)  # after the check for departures: a rank that left has arrived before
         if count >= _BROKEN_FLAG:
             self._store.set(self._present(self.session.rank), "")
@@ -370,9 +372,9 @@ class StoreBarrier:
         if count == len(self.ranks):
             return True
         if left:
-            if failure := self.session.failures.look_up():  # it may have left because another failed
-                raise failure.to_error()
-            raise self.session.failures.departure(left[0])
+            failures.look_up()
+            failures.raise_if_known()  # it may have left because another failed
+            raise failures.departure(left[0])
         return None
 
     def _give_up(self) -> bool:
@@ -432,5 +434,5 @@ class StoreBarrier:
         return BarrierTimeoutError(text, missing, arrived, elsewhere)
 
 
-def _names(places: list[tuple[int, str]]) -> str:
+def _names(places: Places) -> str:
     return ", ".join(f"rank {rank} ({host})" for rank, host in places) or "nobody"

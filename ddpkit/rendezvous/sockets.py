@@ -20,12 +20,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+Listener = tuple[socket.socket, tuple[str, int]]  # and its address
 LOOPBACKS = ("lo", "lo0")  # names of the loopback interface
 FLUSH_SECONDS = 0.5  # seconds for collectives that can still end
 _PROBE = 2.0  # seconds in which a reachable host accepts or refuses a connection
 
 
-def listen(address: str, one_node: bool) -> tuple[socket.socket, tuple[str, int]]:
+def listen(address: str, one_node: bool) -> Listener:
     """Open the listener for the watches of other ranks; return it and its address.
 
     On one node it listens on the loopback interface, which nobody else reaches. On several it listens on the interface

@@ -230,9 +230,11 @@ def open_store(address: str, port: int, is_host: bool, timeout: timedelta) -> di
 
 
 def find_master(launch: Launch, timeout: timedelta) -> tuple[dist.Store, str, int]:
-    """Open the store without MASTER_ADDR: through MPICH's key-value space, or on the only node."""
+    """Open the store: at MASTER_ADDR, else through MPICH's key-value space, or on the only node."""
     one_node = launch.local_world_size == launch.world_size
-    if "PMI_FD" in os.environ:  # the launcher has passed its descriptor
+    if launch.master_addr is not None and launch.master_port is not None:
+        address, port = launch.master_addr, launch.master_port
+    elif "PMI_FD" in os.environ:  # the launcher has passed its descriptor
         if launch.rank == 0:
             server = host_on("127.0.0.1" if one_node else socket.getfqdn())
             share_over_pmi(f"{server.host}|{server.port}")
@@ -247,7 +249,8 @@ def find_master(launch: Launch, timeout: timedelta) -> tuple[dist.Store, str, in
             f"{launch.kind} started ranks on several nodes but sets no address to meet at. Set MASTER_ADDR to the "
             "host of rank 0 and MASTER_PORT to a free port there: mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29400 ..."
         )
-    return open_store(address, port, launch.rank == 0, timeout), address, port
+    is_host = launch.rank == 0 and not store_outlives_ranks(launch)
+    return open_store(address, port, is_host, timeout), address, port
 
 
 def _host(address: str, port: int, timeout: timedelta) -> dist.Store:
