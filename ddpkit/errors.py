@@ -198,11 +198,7 @@ class BarrierTimeoutError(DdpkitError):
     elsewhere: dict[int, str]
 
     def __init__(
-        self,
-        message: str,
-        missing: Places,
-        arrived: Places,
-        elsewhere: Mapping[int, str] | None = None,
+        self, message: str, missing: Places, arrived: Places, elsewhere: Mapping[int, str] | None = None
     ) -> None:
         super().__init__(message)
         self.missing = missing

@@ -276,29 +276,25 @@ def tell_peers(error: Exception, launch: Launch | None) -> None:
     """Tell the ranks that may wait for this process why it does not join them."""
     with suppress(LaunchError):
         launch = launch or detection.detect_launch(os.environ)
-    reason = f"on {socket.gethostname()} could not join: {error}"
-    if launch is None:  # the environment is contradictory
-        address, port = os.environ.get("MASTER_ADDR"), detection.port(os.environ.get("MASTER_PORT"))
-        if address and port:
-            refuse_job(address, port, f"A process {reason}")
+    who, address, port = "A process", os.environ.get("MASTER_ADDR"), detection.port(os.environ.get("MASTER_PORT"))
+    if launch is not None:  # else the environment is contradictory
+        who, address, port = f"Rank {launch.rank}", launch.master_addr, launch.master_port or 0
+    if not address or not port or (launch and launch.world_size == 1):
         return
-    if launch.world_size == 1 or launch.master_addr is None or launch.master_port is None:
-        return
-    reason = f"Rank {launch.rank} {reason}"
-    if launch.rank == 0:
-        _refuse_as_rank_0(launch, launch.master_addr, launch.master_port, reason)
+    reason = f"{who} on {socket.gethostname()} could not join: {error}"
+    if launch is not None and launch.rank == 0:
+        _refuse_as_rank_0(launch, address, port, reason)
     else:
-        refuse_job(launch.master_addr, launch.master_port, reason, is_rank=True)
+        refuse_job(address, port, reason, is_rank=launch is not None)
 
 
 def _refuse_as_rank_0(launch: Launch, address: str, port: int, reason: str) -> None:
     """Start the job that the others wait for, and cancel it."""
     with suppress(OSError, RuntimeError):
-        outlives = store_outlives_ranks(launch)
-        store = open_store(address, port, not outlives, timedelta(seconds=_READING))
-        generation = Generation.new(store)
+        is_host = not store_outlives_ranks(launch)
+        generation = Generation.new(open_store(address, port, is_host, timedelta(seconds=_READING)))
         generation.fail(reason)
-        if not outlives:
+        if is_host:
             generation.await_readers(launch.world_size, _READING)
 
 

@@ -116,14 +116,7 @@ def leave_to_rejoin() -> None:
     _leave(lingers=False)
 
 
-def rejoin(
-    asked: Options,
-    store: dist.Store,
-    rank: int,
-    world_size: int,
-    store_host: int,
-    lost: Lost,
-) -> Context:
+def rejoin(asked: Options, store: dist.Store, rank: int, world_size: int, store_host: int, lost: Lost) -> Context:
     """Join the job of the remaining ranks after a loss. Collective among these.
 
     Args:
