@@ -20,6 +20,7 @@ TRACE_LENGTH = 50_000
 GUIDE = "https://ddpkit.readthedocs.io/en/latest/guide/"
 _OURS = (os.path.dirname(__file__) + os.sep, contextlib.__file__)  # files left out of tracebacks
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+Places = list[tuple[int, str]]  # rank and host
 _Error = TypeVar("_Error", bound="DdpkitError")
 
 
@@ -192,16 +193,12 @@ class BarrierTimeoutError(DdpkitError):
     """
 
     _page = "troubleshooting"
-    missing: list[tuple[int, str]]
-    arrived: list[tuple[int, str]]
+    missing: Places
+    arrived: Places
     elsewhere: dict[int, str]
 
     def __init__(
-        self,
-        message: str,
-        missing: list[tuple[int, str]],
-        arrived: list[tuple[int, str]],
-        elsewhere: Mapping[int, str] | None = None,
+        self, message: str, missing: Places, arrived: Places, elsewhere: Mapping[int, str] | None = None
     ) -> None:
         super().__init__(message)
         self.missing = missing
@@ -240,9 +237,7 @@ class PeerError(DdpkitError):
     _page = "faults"
 
     def __init__(self, rank: int, host: str, error_type: str, message: str, traceback: str = "") -> None:
-        text = f"rank {rank} ({host}) failed: {error_type}: "
-        if error_type in _WITHOUT_ERROR:
-            text = f"rank {rank} ({host}) {_WITHOUT_ERROR[error_type]}"
+        text = f"rank {rank} ({host}) {_WITHOUT_ERROR.get(error_type, f'failed: {error_type}: ')}"
         text = text + message if message else text.rstrip(": ")
         if traceback:
             text += f"\n\nTraceback of rank {rank}:\n{traceback.rstrip()}"
@@ -320,12 +315,9 @@ def trace_of(error: BaseException) -> str:
     if error.__traceback__ is None:
         return ""
     try:
-        lines = traceback.format_exception(type(error), error, error.__traceback__)
-        if isinstance(error, DdpkitError):
-            lines = [report_of(error)]
+        lines = [report_of(error)] if isinstance(error, DdpkitError) else traceback.format_exception(error)
     except BaseException:  # exceptions hold arbitrary values, and SyntaxError's formatter trusts its fields
-        lines = traceback.format_tb(error.__traceback__)
-        lines.append(f"{describe_error(error)}\n")
+        lines = [*traceback.format_tb(error.__traceback__), f"{describe_error(error)}\n"]
     text = "".join(lines)
     if len(text) > TRACE_LENGTH:
         half = TRACE_LENGTH // 2

@@ -6,7 +6,7 @@ import hmac
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Any, NoReturn, Union, get_args, get_origin
 
 from .errors import LaunchError, printable
@@ -63,9 +63,7 @@ def _proof(secret: bytes, place: Sequence[object], fields: Mapping[str, Any]) ->
 
 def refuse_text(text: bytes | str, key: str) -> NoReturn:
     """Raise `LaunchError`: no rank of this job wrote this text."""
-    shown = repr(text[:60])
-    if len(text) > 60:
-        shown += "…"
+    shown = repr(text[:60]) + "…" * (len(text) > 60)
     raise LaunchError(
         f"The store holds {shown} under {key!r}, which no rank of this job wrote. "
         "Does another program use this MASTER_ADDR and MASTER_PORT? Give each job its own port."
@@ -86,9 +84,8 @@ def all_printable(value: Any) -> Any:
 def fits(value: Any, hint: Any) -> bool:
     """Return whether a JSON value has a type, or the form of a mapping from names to types, or of `[type]`."""
     if isinstance(hint, dict):
-        if not isinstance(value, dict) or value.keys() != hint.keys():
-            return False
-        return all(fits(value[name], hint[name]) for name in hint)
+        has_names = isinstance(value, dict) and value.keys() == hint.keys()
+        return has_names and all(fits(value[name], hint[name]) for name in hint)
     if isinstance(hint, list):
         return isinstance(value, list) and all(fits(each, hint[0]) for each in value)
     origin, args = get_origin(hint), get_args(hint)
@@ -100,8 +97,6 @@ def fits(value: Any, hint: Any) -> bool:
         return fits(value, [args[0]])
     if origin is tuple:
         return isinstance(value, list) and len(value) == len(args) and all(map(fits, value, args))
-    if hint is None:
-        return type(value) is NoneType
     return type(value) is hint  # a bool is not an int
 
 

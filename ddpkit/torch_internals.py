@@ -6,6 +6,7 @@ and size. No strong reference to it is kept, because it would outlive its destru
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import weakref
@@ -29,10 +30,9 @@ _ORDINARY_MODULES = ("torch", "torch.nn.parameter")  # of Tensor and Parameter
 
 
 def torch_is_before(release: str, version: str = torch.__version__) -> bool:
-    """Return whether torch is older than a release; a vendor's build from before it is not."""
-    from packaging.version import Version  # first needed in `setup()`
-
-    return Version(version).release < Version(release).release
+    """Return whether torch is older than a release such as "2.6"; vendors' versions begin with two numbers, too."""
+    numbers = [tuple(map(int, re.findall("[0-9]+", text)[:2])) for text in (version, release)]
+    return numbers[0] < numbers[1]
 
 
 def current_group() -> Any:

@@ -136,7 +136,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 def test_nothing_imports_the_plugin_which_needs_pytest_besides() -> None:
     assert [module for module in LIBRARY if {package_of(other) for other in imports(module)[0]} & {"testing"}] == []
     outside = set().union(*(imports(module)[1] for module in TESTING))
-    assert outside <= sys.stdlib_module_names | {"torch", "numpy", "packaging", "pytest", "coverage", "ddpkit"}
+    assert outside <= sys.stdlib_module_names | {"torch", "numpy", "pytest", "coverage", "ddpkit"}
     hooks = PurePath("testing/hooks")  # elsewhere in a wheel
     assert [module for module in TESTING if hooks in imports(module)[0]] == []
 
@@ -147,9 +147,9 @@ def test_what_pytest_loads_at_its_start_imports_neither_torch_nor_ddpkit() -> No
     assert not any(isinstance(node, ast.ImportFrom) and node.level for node in top)
 
 
-def test_no_module_needs_more_than_the_three_dependencies() -> None:
+def test_no_module_needs_more_than_the_two_dependencies() -> None:
     outside = set().union(*(imports(module)[1] for module in LIBRARY))
-    assert outside <= sys.stdlib_module_names | {"torch", "numpy", "packaging"}
+    assert outside <= sys.stdlib_module_names | {"torch", "numpy"}
 
 
 def test_every_module_says_what_it_is_for() -> None:

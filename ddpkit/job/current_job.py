@@ -82,12 +82,10 @@ def hold_failures(hold: bool, grace: float | None = None) -> None:
         hold: Whether to defer them.
         grace: Seconds to handle a failure after that.
     """
-    mine = session()
-    if mine is None:
-        return
-    mine.failures.held = hold
-    if grace is not None:
-        mine.failures.grace = grace
+    if (mine := session()) is not None:
+        mine.failures.held = hold
+        if grace is not None:
+            mine.failures.grace = grace
 
 
 def get_device() -> torch.device:
@@ -161,22 +159,20 @@ def peer_errors() -> Iterator[None]:
         ... except PeerError as error:
         ...     print(f"rank {error.rank} failed")  # save what there is, then end
     """
-    mine = None if job is None else job.session
-    if mine is not None and mine.failures.known:  # even if the script swallowed its error
-        raise mine.failures.known.to_error()
+    mine = session()
+    if mine is not None:
+        mine.failures.raise_if_known()  # even if the script swallowed its error
     try:
         yield
     except RuntimeError as error:
-        cause = mine and mine.explain(error, mine)
-        if cause:
+        if cause := mine and mine.explain(error, mine):
             raise cause from error
         raise
 
 
 def set_progress(**progress: int) -> None:
     """Record the script's progress, for reports of what the ranks are doing."""
-    mine = session()
-    if mine is not None:
+    if (mine := session()) is not None:
         mine.progress = {name: int(number) for name, number in progress.items()}
         mine.acted_at = time.monotonic()
 
@@ -195,11 +191,10 @@ def take_samples() -> list[Sequence[object]]:
 
 def finish_before_leaving(owner: object, finish: Callable[[], None] | None) -> None:
     """Make `distributed()` call a collective function when its block completes; None cancels it."""
-    if job is None:
-        return
-    job.unfinished.pop(owner, None)
-    if finish is not None:
-        job.unfinished[owner] = finish
+    if job is not None:
+        job.unfinished.pop(owner, None)
+        if finish is not None:
+            job.unfinished[owner] = finish
 
 
 def has_unfinished() -> bool:

@@ -38,15 +38,11 @@ def choose_device(asked: torch.device | ChooseDevice | None, local_rank: int, lo
         asked = checked_device(asked(local_rank))
     if asked is not None:
         return _device_asked_for(asked, local_rank)
-    if not torch.accelerator.is_available():
-        return _CPU
-    kind = torch.accelerator.current_accelerator()
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if kind is None or (kind.type == "mps" and local_world_size > 1):  # mps has no collectives
         return _CPU
     index = device_index(_count(kind.type), local_rank, local_world_size)
-    if index is None:
-        return _CPU
-    return torch.device(kind.type, index)
+    return _CPU if index is None else torch.device(kind.type, index)
 
 
 def _device_asked_for(asked: torch.device, local_rank: int) -> torch.device:
@@ -82,8 +78,7 @@ def identity(device: torch.device) -> str:
     if device.type in ("cpu", "mps"):
         return ""
     properties = getattr(torch, device.type).get_device_properties(device)
-    uuid = getattr(properties, "uuid", None)
-    if uuid:
+    if uuid := getattr(properties, "uuid", None):
         return str(uuid)
     masks = ",".join(os.environ.get(name, "") for name in MASKS)
     return f"{device} of {masks}"
@@ -96,9 +91,7 @@ def default_backend(device: torch.device, shared: bool) -> str:
     native = dist.get_default_backend_for_device(device)
     if native == "nccl" and not dist.is_nccl_available():
         return "gloo"
-    if not dist.is_gloo_available():
-        return native
-    return f"cpu:gloo,{device.type}:{native}"
+    return f"cpu:gloo,{device.type}:{native}" if dist.is_gloo_available() else native
 
 
 def control_device_of(config: str, device: torch.device) -> torch.device:
@@ -112,6 +105,4 @@ def control_device_of(config: str, device: torch.device) -> torch.device:
 
 
 def _count(kind: str) -> int:
-    if not hasattr(torch, kind):
-        return 0
-    return int(getattr(torch, kind).device_count())
+    return int(getattr(torch, kind).device_count()) if hasattr(torch, kind) else 0

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ..arguments import as_integer, check_timeout
 from ..launch import ranks
 from ..launch.launch import Launch
+from ..launch.process_tree import Lost
 from ..torch_internals import no_group
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ ChooseDevice = Callable[[int], str | torch.device]  # called with the local rank
 _PLACE = ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes", "master_port")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Options:
     """The arguments of `setup()`, checked and converted; `device` is a torch.device, a function or None.
 
@@ -50,13 +51,11 @@ class Options:
         check_timeout(self.timeout)
         if not isinstance(self.watch, bool):
             raise ValueError(f"watch must be True or False, got {self.watch!r}.")
-        converted: dict[str, Any] = {"backend": checked_backend(self.backend)}
+        self.backend = checked_backend(self.backend)
         if self.num_threads is not None:
-            converted["num_threads"] = as_integer(self.num_threads, "num_threads")
+            self.num_threads = as_integer(self.num_threads, "num_threads")
         if not callable(self.device):
-            converted["device"] = checked_device(self.device)
-        for name, value in converted.items():
-            object.__setattr__(self, name, value)
+            self.device = checked_device(self.device)
 
 
 class OpenStore(NamedTuple):
@@ -66,6 +65,11 @@ class OpenStore(NamedTuple):
     address: str | None = None
     port: int | None = None
     host: int | None = 0
+
+    @property
+    def master(self) -> str | None:
+        """Return its address as "host:port", None if unknown."""
+        return f"{self.address}:{self.port}" if self.address else None
 
 
 def check_launch(launch: Any) -> None:
@@ -97,13 +101,9 @@ def checked_backend(backend: Any) -> str | None:
         raise ValueError(f"backend must be a name such as 'gloo', got {backend!r}.")
     asked = backend.lower()
     known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
-    for part in asked.split(","):  # "cpu:gloo,cuda:nccl"
-        name = part.rpartition(":")[2]
-        if name not in known:
-            names = ", ".join(known)
-            raise ValueError(
-                f"backend={backend!r} is unknown to torch here: pass one of {names}, or cpu:gloo,cuda:nccl."
-            )
+    if not {part.rpartition(":")[2] for part in asked.split(",")}.issubset(known):  # "cpu:gloo,cuda:nccl"
+        names = ", ".join(known)
+        raise ValueError(f"backend={backend!r} is unknown to torch here: pass one of {names}, or cpu:gloo,cuda:nccl.")
     return asked
 
 
@@ -212,18 +212,9 @@ class Context:
 
 def context_of(launch: Launch, device: torch.device, backend: str | None = None, master: str | None = None) -> Context:
     """Make the context of a launch; unknown places are those of a job on one node."""
-    return Context(
-        rank=launch.rank,
-        world_size=launch.world_size,
-        local_rank=launch.local_rank or 0,
-        local_world_size=launch.local_world_size or 1,
-        node_rank=launch.node_rank or 0,
-        num_nodes=launch.num_nodes or 1,
-        device=device,
-        backend=backend,
-        launcher=launch.kind,
-        master=master,
-    )
+    place = launch.rank, launch.world_size, launch.local_rank or 0, launch.local_world_size or 1
+    node = launch.node_rank or 0, launch.num_nodes or 1
+    return Context(*place, *node, device, backend, launch.kind, master)
 
 
 @dataclass
@@ -234,6 +225,7 @@ class Job:
         launch: How this process was started; complete once the ranks have met.
         asked: The arguments of `setup()`.
         context: This process's place in it.
+        peer_lost: Returns the fate of a process that must outlive this one, "" while it lives.
         group: Returns its process group, as long as that exists; None on one process.
         session: Where its ranks meet; None on one process.
         watch: The `WatchThread` that reports failures; imported only if requested.
@@ -254,6 +246,7 @@ class Job:
     launch: Launch
     asked: Options
     context: Context
+    peer_lost: Lost = str
     group: Callable[[], Any] = no_group
     session: Session | None = None
     watch: Any = None
@@ -273,9 +266,7 @@ class Job:
     def is_current(self) -> bool:
         """Return whether its group is the current one; always true on one process."""
         group = dist.group.WORLD  # `current_group()`; it is asked in each collective
-        if group is None:
-            return self.session is None
-        return self.group() is group
+        return self.session is None if group is None else self.group() is group
 
     def set_threads(self, sharers: int, cores: int) -> None:
         """Divide the cores among the ranks that share them, unless the user or the launcher has set the threads."""
@@ -290,13 +281,10 @@ class Job:
 
     def undo_changes(self) -> None:
         """Restore what this job changed in torch, unless the script changed it again."""
-        if self.session is not None and not self.session.is_own:  # a forked child has no threads to divide
-            return
-        if self.threads is not None and torch.get_num_threads() == self.threads[1]:
+        is_rank = self.session is None or self.session.is_own  # a forked child has no threads to divide
+        if is_rank and self.threads is not None and torch.get_num_threads() == self.threads[1]:
             torch.set_num_threads(self.threads[0])
 
     def own_session(self) -> Session | None:
         """Return its session; None on one process and in a child forked from a rank."""
-        if self.session is None or not self.session.is_own:
-            return None
-        return self.session
+        return self.session if self.session is not None and self.session.is_own else None

@@ -1,4 +1,4 @@
-"""Join a job: its store, its members, the watch, the device, the process group."""
+"""Join a job: its store, its members, the watch, the device, the process group; or tell the others why not."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import math
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -18,29 +19,32 @@ import torch
 import torch.distributed as dist
 
 from ..errors import LaunchError
+from ..launch import detection
 from ..launch.launch import Launch
 from ..launch.process_tree import agent_of
 from ..parsing import parse
 from ..rendezvous.causes import cause_of
-from ..rendezvous.generation import complete_launch, join, raise_if_peer_lost
+from ..rendezvous.failures import JobContinues
+from ..rendezvous.generation import Generation, StartedByRank, complete_launch, join, raise_if_peer_lost
 from ..rendezvous.members import Member, Members, usable_cores
 from ..rendezvous.session import Session
-from ..rendezvous.sockets import LOOPBACKS, is_loopback, listen, probe, sockets_to
+from ..rendezvous.sockets import LOOPBACKS, Listener, is_loopback, listen, probe, sockets_to
 from ..rendezvous.store import (
     PortTaken,
     call_with_timeout,
+    connect_to_store,
     find_master,
     open_store,
     ports,
     reachable,
     store_outlives_ranks,
+    wait_for_listener,
     without_prefixes,
 )
 from ..torch_internals import current_group, group_store, reference
 from . import current_job
 from .device import bind_device, choose_device, control_device_of, default_backend, identity
 from .job import ChooseDevice, Job, OpenStore, context_of
-from .refusal import is_child_of_rank, refuse_job
 
 log = logging.getLogger(__name__)
 _CHOICE = {"error": str, "device": str, "shared": bool, "backend": str | None, "kind": str}
@@ -48,8 +52,7 @@ _CHOICE = {"error": str, "device": str, "shared": bool, "backend": str | None, "
 
 def offer_store(launch: Launch, store: dist.Store, address: str, port: int) -> None:
     """Let `setup()` join through a store that was opened before."""
-    opened = OpenStore(store, address, port, _host_of(launch))
-    current_job.open_stores[launch.master_addr, launch.master_port] = opened
+    current_job.open_stores[launch.master_addr, launch.master_port] = OpenStore(store, address, port, _host_of(launch))
 
 
 def _host_of(launch: Launch) -> int | None:
@@ -59,134 +62,100 @@ def _host_of(launch: Launch) -> int | None:
 
 def hosted_store(master: str | None) -> dist.Store | None:
     """Return the store that this process hosts at this "host:port"; None if there is none."""
-    return next(
-        (opened.store for opened in current_job.open_stores.values() if f"{opened.address}:{opened.port}" == master),
-        None,
-    )
+    return next((opened.store for opened in current_job.open_stores.values() if opened.master == master), None)
 
 
-def assemble(job: Job, opened: OpenStore | None = None, lost: Callable[[], str] | None = None) -> None:
+def assemble(job: Job, opened: OpenStore | None = None) -> None:
     """Join the job, filling in `job` step by step, so that a failed step can end what exists.
 
     Args:
         job: The job.
         opened: Its store, if it is already open.
-        lost: Returns the fate of a process that this one needs in order to join; by default torchrun's agent.
     """
-    asked = job.asked
-    launch = job.launch
+    launch, backend = job.launch, job.asked.backend
     adopted = dist.is_initialized()
-    agent = agent_of(launch)
-    peer_lost = lost or (agent.lost if agent else str)
+    if agent := agent_of(launch):
+        job.peer_lost = agent.lost
     if adopted:
-        opened = OpenStore(group_store(), host=_host_of(launch))
-    elif opened is None:
-        opened = _open_store(launch, asked.timeout, peer_lost)
+        opened = OpenStore(group_store(), host=None)
+        backend = _backend_of_group()
 
-    session, members, listener = _join(job, opened, peer_lost)
-    job.hosts_store = launch.rank == opened.host and not adopted
-    if asked.watch:
-        _start_watch(job, session, members, listener, opened)
-    backend_asked = _backend_of_group() if adopted else asked.backend
-    device, backend = choose_together(session, job.launch, asked.device, backend_asked)
+    opened = opened or _open_store(job)
+    session, members = join_and_watch(job, opened)
+    device, backend = choose_together(session, job.launch, job.asked.device, backend)
     bind_device(device)
     job.set_threads(members.sharers[launch.rank], len(usable_cores()))
     if not adopted:
         _make_group(job, session, device, backend)
 
-    master = f"{opened.address}:{opened.port}" if opened.address else None
-    job.context = context_of(job.launch, device, backend, master)
+    job.context = context_of(job.launch, device, backend, opened.master)
     job.control = control_device_of(dist.get_backend_config(), device)
 
 
 def _backend_of_group() -> str:
     name = dist.get_backend()
-    if name == "undefined":  # init_process_group() was called without one
-        return dist.get_backend_config()
-    return name
+    return dist.get_backend_config() if name == "undefined" else name  # init_process_group() was called without one
 
 
-def _open_store(
-    launch: Launch, timeout: timedelta, peer_lost: Callable[[], str], tries_again: bool = True
-) -> OpenStore:
-    address, port = launch.master_addr, launch.master_port
-    host = _host_of(launch)
-    is_host = launch.rank == host
-    known: OpenStore | None = current_job.open_stores.get((address, port))
+def _open_store(job: Job, tries_again: bool = True) -> OpenStore:
+    launch = job.launch
+    place = launch.master_addr, launch.master_port
+    known: OpenStore | None = current_job.open_stores.get(place)
     if known is not None:
         return known
+    check = partial(raise_if_peer_lost, job.peer_lost)
     try:
-        if address is None or port is None:
-            opened = OpenStore(*find_master(launch, timeout), host)
-        else:
-            store = call_with_timeout(
-                lambda: open_store(address, port, is_host, timeout),
-                math.inf,
-                lambda: raise_if_peer_lost(peer_lost()),
-            )
-            opened = OpenStore(store, address, port, host)
+        found = call_with_timeout(lambda: find_master(launch, job.asked.timeout), math.inf, check)
+        opened = OpenStore(*found, _host_of(launch))
     except PortTaken as error:
         if not is_child_of_rank(error.address, error.port, launch.world_size):
             if tries_again and probe(error.address, error.port) is False:  # its user may have just left
-                return _open_store(launch, timeout, peer_lost, tries_again=False)
+                return _open_store(job, tries_again=False)
             refuse_job(error.address, error.port, str(error))  # the other rank 0 and its peers, if they hold the port
             raise LaunchError(str(error)) from None
         opened = OpenStore(dist.HashStore(), error.address, error.port)  # a separate job of one rank
-    if is_host or address is None:  # others connect again: by then another host may have this address
-        current_job.open_stores[address, port] = opened
+    if launch.rank == opened.host or launch.master_addr is None:  # others connect again: it may be another host by then
+        current_job.open_stores[place] = opened
     return opened
 
 
-def _join(job: Job, opened: OpenStore, peer_lost: Callable[[], str]) -> tuple[Session, Members, socket.socket | None]:
-    """Find the members; return them and, on rank 0, the socket where its watch listens."""
-    launch = job.launch
-    timeout = job.asked.timeout
-    listener = None
-    address = None
-    if job.asked.watch and launch.rank == 0:
+def join_and_watch(job: Job, opened: OpenStore) -> tuple[Session, Members]:
+    """Find the members, and start the watch, unless rank 0 has none."""
+    launch, timeout, watched = job.launch, job.asked.timeout, job.asked.watch
+    listener = address = None
+    if watched and launch.rank == 0:
         listener, address = _listen_for_watches(launch, opened)
     run_id = os.environ.get("DDPKIT_RUN_ID") or os.environ.get("TORCHELASTIC_RUN_ID") or None
-    me = Member(launch.rank, launch.world_size, run_id, store_outlives_ranks(launch), job.asked.watch, address)
+    me = Member(launch.rank, launch.world_size, run_id, store_outlives_ranks(launch), watched, address)
     try:
-        store, members = join(opened.store, me, timeout, peer_lost)
+        store, members = join(opened.store, me, timeout, job.peer_lost)
     except BaseException:
         if listener:
             listener.close()
         raise
-    session = Session(store, me.rank, members.hosts, timeout, members.node_of, peer_lost)
-    session.explain = cause_of
-    session.store_host = opened.host or 0
-    session.store_connections = connections_to(opened.store)
-    job.session = session
+    place = me.rank, members.hosts, timeout, members.node_of
+    connections = connections_to(opened.store)
+    job.session = session = Session(store, *place, job.peer_lost, cause_of, opened.host or 0, connections)
+    job.hosts_store = launch.rank == opened.host
     job.group = reference(current_group())
     job.launch = complete_launch(launch, members)
-    return session, members, listener
-
-
-def _listen_for_watches(launch: Launch, opened: OpenStore) -> tuple[socket.socket, tuple[str, int]]:
-    """Open the socket where rank 0's watch listens, reachable only for those who need it."""
-    address, port = opened.address, opened.port
-    if address is None:
-        address, port = _address_of(opened.store)
-    one_node = launch.num_nodes == 1 or launch.local_world_size == launch.world_size
-    return listen(reachable(address, port), one_node or is_loopback(address))
-
-
-def _start_watch(
-    job: Job, session: Session, members: Members, listener: socket.socket | None, opened: OpenStore
-) -> None:
-    """Start the watch, unless rank 0 has none."""
-    if members.watch_address is not None:
+    if watched and members.watch_address is not None:
         listens = partial(_listen_for_watches, job.launch, opened)
         current_job.start_watch(job, session, members, listener, listens)
+    return session, members
+
+
+def _listen_for_watches(launch: Launch, opened: OpenStore) -> Listener:
+    """Open the socket where rank 0's watch listens, reachable only for those who need it."""
+    address, port = (opened.address, opened.port) if opened.address else _address_of(opened.store)
+    one_node = launch.num_nodes == 1 or launch.local_world_size == launch.world_size
+    return listen(reachable(address, port), one_node or is_loopback(address))
 
 
 def _address_of(store: dist.Store) -> tuple[str | None, int | None]:
     """Return a store's address, if it has one."""
     server = without_prefixes(store)
-    if isinstance(server, dist.TCPStore):
-        return server.host, server.port
-    return None, None
+    return (server.host, server.port) if isinstance(server, dist.TCPStore) else (None, None)
 
 
 def connections_to(store: dist.Store) -> set[int]:
@@ -205,8 +174,7 @@ def host_address(store: dist.Store) -> str:
 
 def _make_group(job: Job, session: Session, device: torch.device, backend: str) -> None:
     launch = job.launch
-    options: dict[str, Any] = {"rank": launch.rank, "world_size": launch.world_size}
-    options["timeout"] = job.asked.timeout
+    options: dict[str, Any] = {"rank": launch.rank, "world_size": launch.world_size, "timeout": job.asked.timeout}
     if device.index is not None and re.search("nccl|xccl", backend):
         options["device_id"] = device
     job.owns_group = True  # first: a peer's failure may be raised when the group already exists
@@ -250,21 +218,20 @@ def choose_together(
     Raises:
         LaunchError: On every rank, if one has no device, or their devices or backends do not fit together.
     """
-    choice: dict[str, Any] = {"error": "", "device": "", "shared": device is not None, "backend": backend}
-    chosen = torch.device("cpu")
+    chosen, name, problem = torch.device("cpu"), "", ""
     try:
         chosen = choose_device(device, launch.local_rank or 0, launch.local_world_size or 1)
-        choice["device"] = identity(chosen)
+        name = identity(chosen)
         default_backend(chosen, False)
     except (RuntimeError, ValueError) as error:
-        choice["error"] = str(error)
-    choice["kind"] = chosen.type
-
+        problem = str(error)
+    asked = {"shared": device is not None, "backend": backend}
+    choice = {"error": problem, "device": name, "kind": chosen.type, **asked}
     texts = session.exchange(json.dumps(choice), "devices")
     choices = [parse(text, f"choice of rank {rank}", _CHOICE) for rank, text in enumerate(texts)]
     _check_choices(choices)
-    are_shared = _check_sharing(session, choices)
-    return chosen, backend or default_backend(chosen, are_shared)
+    shared = _check_sharing(session, choices)
+    return chosen, backend or default_backend(chosen, shared)
 
 
 def _check_choices(choices: list[dict[str, Any]]) -> None:
@@ -296,3 +263,91 @@ def _check_sharing(session: Session, choices: list[dict[str, Any]]) -> bool:
                 f'one rank per device, or share it explicitly: setup(device="{kind}:0").'
             )
     return bool(shared)
+
+
+# Tell waiting ranks why this process does not join.
+
+_READING = 5.0  # most seconds in which the ranks read why rank 0 does not join
+_OPENING = 0.5  # seconds from the opening of a store until a job is in it
+_STRANGER, _RANK = 2.0, 20.0  # seconds in which the job must start: rank 0 may still be starting
+
+
+def tell_peers(error: Exception, launch: Launch | None) -> None:
+    """Tell the ranks that may wait for this process why it does not join them."""
+    with suppress(LaunchError):
+        launch = launch or detection.detect_launch(os.environ)
+    who, address, port = "A process", os.environ.get("MASTER_ADDR"), detection.port(os.environ.get("MASTER_PORT"))
+    if launch is not None:  # else the environment is contradictory
+        who, address, port = f"Rank {launch.rank}", launch.master_addr, launch.master_port or 0
+    if not address or not port or (launch and launch.world_size == 1):
+        return
+    reason = f"{who} on {socket.gethostname()} could not join: {error}"
+    if launch is not None and launch.rank == 0:
+        _refuse_as_rank_0(launch, address, port, reason)
+    else:
+        refuse_job(address, port, reason, is_rank=launch is not None)
+
+
+def _refuse_as_rank_0(launch: Launch, address: str, port: int, reason: str) -> None:
+    """Start the job that the others wait for, and cancel it."""
+    with suppress(OSError, RuntimeError):
+        is_host = not store_outlives_ranks(launch)
+        generation = Generation.new(open_store(address, port, is_host, timedelta(seconds=_READING)))
+        generation.fail(reason)
+        if is_host:
+            generation.await_readers(launch.world_size, _READING)
+
+
+def refuse_job(address: str, port: int, reason: str, is_rank: bool = False) -> None:
+    """Tell a job that this process does not belong to it, so that its ranks do not wait.
+
+    Not the job of a rank that started this process, which waits for nobody.
+
+    Args:
+        address: Host of the job's store, now or later.
+        port: Its port.
+        reason: Message.
+        is_rank: Whether this process is one of the job's ranks.
+    """
+    deadline = time.monotonic() + (_RANK if is_rank else _STRANGER)
+    with suppress(OSError, RuntimeError):
+        generation = _generation_in(_connect_anew(address, port, deadline), deadline)
+        if generation is None or generation.parent_rank():
+            return
+        generation.fail(reason)
+        if is_rank and not generation.is_complete():
+            generation.await_readers(0, 0.0)  # it counts as one of them
+
+
+def is_child_of_rank(address: str, port: int, world_size: int) -> bool:
+    """Return whether a rank of the job there started this process, which is then a separate job of one rank.
+
+    Raises:
+        StartedByRank: If this process is to be one of several ranks.
+        JobContinues: If that job continues without the ranks that it has lost.
+    """
+    try:
+        store = _connect_anew(address, port, time.monotonic() + _STRANGER)
+        generation = _generation_in(store, time.monotonic() + _OPENING)
+        if generation is None:
+            return False
+        generation.raise_if_continued()
+        return generation.is_started_by_rank(world_size)
+    except (JobContinues, StartedByRank):
+        raise
+    except (OSError, RuntimeError):  # not a store, or no answer
+        return False
+
+
+def _generation_in(store: dist.Store, deadline: float) -> Generation | None:
+    """Return the newest generation in a store; wait for the first."""
+    while True:
+        generation = Generation.latest(store)
+        if generation or time.monotonic() > deadline:
+            return generation
+        time.sleep(0.02)
+
+
+def _connect_anew(address: str, port: int, deadline: float) -> dist.Store:
+    wait_for_listener(address, port, deadline)
+    return connect_to_store(address, port, timedelta(seconds=3))

@@ -34,9 +34,7 @@ def publish(error: BaseException, session: Session, watch: Any) -> None:
 
 def ended_well(error: BaseException) -> bool:
     """Return whether Python counts this exit as a success: without a code, or with 0."""
-    if not isinstance(error, SystemExit):
-        return False
-    return error.code is None or (isinstance(error.code, int) and error.code == 0)
+    return isinstance(error, SystemExit) and (error.code is None or (isinstance(error.code, int) and not error.code))
 
 
 def last_error() -> BaseException | None:
@@ -50,9 +48,7 @@ def fill_error_file(error: BaseException) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    seconds = int(time.time())
-    if isinstance(error, PeerError):  # torchrun calls the earliest error the root cause
-        seconds += 1
+    seconds = int(time.time()) + isinstance(error, PeerError)  # torchrun calls the earliest error the root cause
     message = {
         "message": describe_error(error, _REPORT_LENGTH),
         "extraInfo": {"py_callstack": trace_of(error), "timestamp": f"{seconds}"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import gc
 import logging
 import multiprocessing.util
@@ -11,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -26,7 +27,7 @@ from ..arguments import suggest_option
 from ..errors import DdpkitError, LaunchError, NotSetUpError, report_of
 from ..launch import ranks
 from ..launch.launch import Launch
-from ..launch.process_tree import unnested_launch
+from ..launch.process_tree import Lost, unnested_launch
 from ..torch_internals import groups, in_autograd_thread, torch_is_before
 from . import current_job
 from .device import bind_device, choose_device, is_same_device
@@ -41,7 +42,6 @@ log = logging.getLogger(__name__)
 _hooks_left: tuple[Any, Any] | None = None  # torch's exception hook, still installed, and the one before it
 _leaving: Job | None = None  # the job that this process is leaving, whose group no thread may adopt
 _forbidden_by = ""  # the caller of the current block without communication, if any
-_children_keep_groups = False  # whether the fork hook is registered, which cannot be undone
 _callers = threading.Lock()  # held while the thread that calls a job's collectives is chosen
 _OLDEST_TORCH = "2.6"  # the first with torch.accelerator; also in pyproject.toml
 _FORKED = "This process was forked from a rank and is not one itself; start ranks with a launcher or ddpkit.spawn()."
@@ -95,7 +95,7 @@ def setup(
         asked = Options(backend, device, timeout, num_threads, watch, launch)
     except (TypeError, ValueError) as error:
         if current_job.job is None and not dist.is_initialized():
-            import_module(".refusal", __package__).tell_peers(error, launch)
+            import_module(".joining", __package__).tell_peers(error, launch)
         raise
     job = current_job.job
     if job is None or not job.is_current():
@@ -116,14 +116,7 @@ def leave_to_rejoin() -> None:
     _leave(lingers=False)
 
 
-def rejoin(
-    asked: Options,
-    store: dist.Store,
-    rank: int,
-    world_size: int,
-    store_host: int,
-    lost: Callable[[], str],
-) -> Context:
+def rejoin(asked: Options, store: dist.Store, rank: int, world_size: int, store_host: int, lost: Lost) -> Context:
     """Join the job of the remaining ranks after a loss. Collective among these.
 
     Args:
@@ -147,7 +140,7 @@ def _check_place(said: Launch | None, found: Launch) -> None:
         )
 
 
-def _begin(asked: Options, opened: OpenStore | None = None, lost: Callable[[], str] | None = None) -> Job:
+def _begin(asked: Options, opened: OpenStore | None = None, lost: Lost = str) -> Job:
     """Join the current job, and leave the one before it, whose group no longer exists.
 
     Args:
@@ -162,7 +155,7 @@ def _begin(asked: Options, opened: OpenStore | None = None, lost: Callable[[], s
         _check_place(asked.launch, launch)
     else:
         launch = checked_launch(asked)
-    job = Job(launch, asked, context_of(launch, torch.device("cpu")), first_hook=sys.excepthook)
+    job = Job(launch, asked, context_of(launch, torch.device("cpu")), lost, first_hook=sys.excepthook)
     try:
         if launch.world_size == 1 and launch.master_addr is None and not dist.is_initialized():
             device = choose_device(asked.device, 0, 1)
@@ -174,13 +167,12 @@ def _begin(asked: Options, opened: OpenStore | None = None, lost: Callable[[], s
             joining = import_module(".joining", __package__)
             if asked.watch:  # imported before the ranks meet, because they need it then
                 current_job.load_watch()
-            joining.assemble(job, opened, lost)
+            joining.assemble(job, opened)
             _install_hooks(job)
     except BaseException as error:
         current_job.job = job
-        cause = error
-        if not isinstance(error, LaunchError) or error.is_failure:
-            cause = report(error)
+        is_failure = not isinstance(error, LaunchError) or error.is_failure
+        cause = report(error) if is_failure else error
         _leave()
         current_job.open_stores.clear()
         try:
@@ -212,23 +204,21 @@ def checked_launch(asked: Options) -> Launch:
         if launch is None:
             launch, warning = unnested_launch()
     except LaunchError as error:
-        import_module(".refusal", __package__).tell_peers(error, launch)
+        import_module(".joining", __package__).tell_peers(error, launch)
         raise
     if warning:
         log.warning("%s", warning)
     return launch
 
 
+@functools.cache
 def _let_children_keep_groups() -> None:
     """Prevent forked children, such as a loader's workers, from destroying the process groups of this process.
 
     Destroying a group waits for gloo's threads, which a child does not have. It happens when a group in a reference
     cycle is collected, and when a child ends by `sys.exit`.
     """
-    global _children_keep_groups
-    if not _children_keep_groups:
-        os.register_at_fork(after_in_child=_keep_groups)
-        _children_keep_groups = True
+    os.register_at_fork(after_in_child=_keep_groups)
 
 
 def _keep_groups() -> None:
@@ -286,20 +276,20 @@ def _leave(at_exit: bool = False, lingers: bool = True) -> None:
     """
     global _leaving
     job = current_job.job
+    session = None
     if job is not None:
         for hook in current_job.on_leave:
             hook()
         job.undo_changes()
-    session = None if job is None else job.own_session()
+        session = job.own_session()
     if session is not None:
         session.failures.muted = True  # nothing is raised in here
         _leaving = job
     current_job.job = None
     ranks.set_launch(None)
-    if job is None or session is None:
-        return
     try:
-        _shut_down(job, session, at_exit, lingers)
+        if job is not None and session is not None:
+            _shut_down(job, session, at_exit, lingers)
     finally:
         _leaving = None
 
@@ -355,8 +345,7 @@ def _remove_hook_left() -> None:
 
 def _at_child_exit() -> None:
     """Leave at the end of a multiprocessing child, where the interpreter's own hooks do not run."""
-    error = sys.exc_info()[1]
-    if error:
+    if error := sys.exc_info()[1]:
         report(error)
     _leave()
 
@@ -385,12 +374,7 @@ def distributed(
     outer = current_job.job
     outermost = outer is None or not outer.is_current()
     context = setup(
-        backend=backend,
-        device=device,
-        timeout=timeout,
-        num_threads=num_threads,
-        watch=watch,
-        launch=launch,
+        backend=backend, device=device, timeout=timeout, num_threads=num_threads, watch=watch, launch=launch
     )
     try:
         yield context
@@ -428,7 +412,7 @@ def enter_collective() -> Session | None:
     session = None if job is None else job.session
     if job is None or session is None:
         return None
-    if session.pid != os.getpid():
+    if not session.is_own:
         raise LaunchError(_FORKED)
     if job.context.world_size == 1:
         return None
@@ -511,9 +495,7 @@ def _join_group() -> Job | None:
 def exchange(text: str, subset: tuple[int, ...] | None = None) -> list[str]:
     """Give every rank the texts of all, or of these ranks, through the store; `[text]` on one process. Collective."""
     session = enter_collective()
-    if session is None:
-        return [text]
-    return session.exchange(text, ranks=subset)
+    return session.exchange(text, ranks=subset) if session else [text]
 
 
 def report(error: BaseException) -> BaseException:
@@ -530,9 +512,10 @@ def _report(error: BaseException) -> BaseException:
     with suppress(Exception):  # the script's exceptions do anything
         suggest_option(error)
     job = current_job.job
-    if job is not None and job.session is not None and job.session.is_own:
-        error = job.session.explain(error, job.session) or error
-        publish(error, job.session, job.watch)
+    session = None if job is None else job.own_session()
+    if job is not None and session is not None:
+        error = session.explain(error, session) or error
+        publish(error, session, job.watch)
     fill_error_file(error)
     return error
 

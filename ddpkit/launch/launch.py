@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+Environment = Mapping[str, str]
 FORGOTTEN = "warning: "  # start of a line of evidence to show to the user
 
 
@@ -46,10 +48,7 @@ class Launch:
 
 def forgotten_launcher(launch: Launch) -> str | None:
     """Return a warning if several tasks were allocated but this process is not one of them; else None."""
-    for line in launch.evidence:
-        if line.startswith(FORGOTTEN):
-            return line.removeprefix(FORGOTTEN)
-    return None
+    return next((line.removeprefix(FORGOTTEN) for line in launch.evidence if line.startswith(FORGOTTEN)), None)
 
 
 # The table of launchers: the variables that each of them sets. A new launcher is a new row. The first row that matches

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import LaunchError
-from .detection import detect_launch
-from .environment import Reading, filled, number
-from .launch import MPI_AND_SLURM, PLATFORM, RANKS, Launch, forgotten_launcher
+from .detection import Reading, detect_launch, filled, number
+from .launch import MPI_AND_SLURM, PLATFORM, RANKS, Environment, Launch, forgotten_launcher
+
+Lost = Callable[[], str]  # returns the fate of a process that must outlive this one, "" while it lives
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Agent:
         return f"torchrun (pid {self.pid}), which started it, was killed or crashed"
 
 
-def find_agent(env: Mapping[str, str], pid: int) -> Agent | None:
+def find_agent(env: Environment, pid: int) -> Agent | None:
     """Find the torchrun that started a rank: the nearest ancestor that is not a rank, or is one of another job.
 
     Args:
@@ -40,9 +41,7 @@ def find_agent(env: Mapping[str, str], pid: int) -> Agent | None:
     Returns:
         The agent; None where `/proc` does not show it (another system, another user's process).
     """
-    marks = ["TORCHELASTIC_RUN_ID", "RANK"]
-    if env.get("TORCHELASTIC_ERROR_FILE"):
-        marks = ["TORCHELASTIC_ERROR_FILE"]
+    marks = ["TORCHELASTIC_ERROR_FILE"] if env.get("TORCHELASTIC_ERROR_FILE") else ["TORCHELASTIC_RUN_ID", "RANK"]
     with suppress(OSError, ValueError, IndexError):
         for above in _parents(pid):
             theirs = environment_of(above)
@@ -60,7 +59,7 @@ def ancestors() -> dict[int, str]:
     return found
 
 
-def typed_in_terminal(launch: Launch, env: Mapping[str, str], pid: int) -> bool:
+def typed_in_terminal(launch: Launch, env: Environment, pid: int) -> bool:
     """Return whether the process was started from the shell of a step of several tasks (`srun -n4 --pty bash`).
 
     Then it runs alone. SLURM_PTY_PORT does not tell, because programs started by srun from such a shell inherit it. But
@@ -68,13 +67,9 @@ def typed_in_terminal(launch: Launch, env: Mapping[str, str], pid: int) -> bool:
     """
     if launch.kind != "slurm" or launch.world_size == 1 or launch.rank or not env.get("SLURM_PTY_PORT"):
         return False
-    if env.get("SLURM_TASK_PID") == str(pid):
-        return False
-    try:
-        terminal = int(_stat(pid)[4])
-    except (OSError, ValueError, IndexError):
-        return False
-    return terminal != 0
+    with suppress(OSError, ValueError, IndexError):
+        return env.get("SLURM_TASK_PID") != str(pid) and int(_stat(pid)[4]) != 0
+    return False
 
 
 def born(pid: int) -> str:
@@ -87,17 +82,14 @@ def born(pid: int) -> str:
         state = _stat(pid)
     except (FileNotFoundError, ProcessLookupError):
         return ""
-    if state[0] in "ZX":  # dead, but not yet reaped
-        return ""
-    return state[19]
+    return "" if state[0] in "ZX" else state[19]  # dead, but not yet reaped
 
 
 def own_birth() -> str:
     """Return this process's start time; "" where the system does not provide it."""
-    try:
+    with suppress(OSError):
         return born(os.getpid())
-    except OSError:
-        return ""
+    return ""
 
 
 def boot_id() -> str:
@@ -108,18 +100,14 @@ def boot_id() -> str:
 
 def runs_since(pid: int, start: str) -> bool | None:
     """Return whether the process with this start time still runs; None where that cannot be read now."""
-    try:
+    with suppress(OSError):
         return born(pid) == start
-    except OSError:
-        return None
+    return None
 
 
 def _parents(pid: int) -> Iterator[int]:
     """Yield a process's ancestors, the nearest first; raise where `/proc` does not show them."""
-    while True:
-        pid = int(_stat(pid)[1])
-        if pid <= 0:
-            return
+    while (pid := int(_stat(pid)[1])) > 0:
         yield pid
 
 
@@ -127,12 +115,8 @@ def environment_of(pid: int, processes: str | os.PathLike[str] = "/proc") -> dic
     """Return the environment in which a process was started; raise OSError where the system does not provide it."""
     with open(os.path.join(processes, f"{pid}", "environ"), "rb") as file:
         entries = file.read().split(b"\0")
-    variables = {}
-    for entry in entries:
-        if entry:
-            name, _, text = os.fsdecode(entry).partition("=")
-            variables[name] = text
-    return variables
+    pairs = [os.fsdecode(entry).partition("=") for entry in entries if entry]
+    return {name: text for name, _, text in pairs}
 
 
 def child_processes(pid: int | str = "self") -> list[int]:
@@ -152,7 +136,7 @@ def _stat(pid: int) -> list[str]:
 # Detect torchruns that each rank of another launch started, so that each runs a separate job.
 
 
-def outer_launch(agent_env: Mapping[str, str], launch: Launch, env: Mapping[str, str]) -> str | None:
+def outer_launch(agent_env: Environment, launch: Launch, env: Environment) -> str | None:
     """Explain which launch started torchrun itself, if that launch's processes run separate torchrun jobs.
 
     Each process of a launch may start one agent of the same torchrun job. That job then has as many agents as the
@@ -173,9 +157,7 @@ def outer_launch(agent_env: Mapping[str, str], launch: Launch, env: Mapping[str,
         outer = _launch_around(outside)
     except LaunchError:
         return None
-    if launch.kind != "torchrun" or outer.world_size == 1 or not agents:
-        return None
-    if agents in _expected_agents(outside, outer):
+    if launch.kind != "torchrun" or outer.world_size == 1 or not agents or agents in _expected_agents(outside, outer):
         return None
     signs = [*RANKS.values(), *(sign for launcher in MPI_AND_SLURM for sign in launcher.signs)]
     unset = [name for name in signs if name in outside]
@@ -188,14 +170,14 @@ def outer_launch(agent_env: Mapping[str, str], launch: Launch, env: Mapping[str,
     )
 
 
-def _launch_around(outside: Mapping[str, str]) -> Launch:
+def _launch_around(outside: Environment) -> Launch:
     if not all(name in outside for name in RANKS.values()):
         return detect_launch(outside)
     without_address = PLATFORM._replace(signs=(), needs=RANKS, takes={})  # torchrun brings its own
     return Reading(without_address, outside).launch()
 
 
-def _expected_agents(outside: Mapping[str, str], outer: Launch) -> range:
+def _expected_agents(outside: Environment, outer: Launch) -> range:
     """Return the possible numbers of agents of a torchrun job in this environment."""
     nodes = outside.get("PET_NNODES", "")
     if "TORCHELASTIC_RUN_ID" in outside or not re.fullmatch("[0-9]{1,9}(:[0-9]{1,9})?", nodes):

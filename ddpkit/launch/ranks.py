@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -40,12 +41,10 @@ def set_launch(launch: Launch | None) -> None:
 def launch_of_group() -> Launch:
     """Return the launch of a foreign group: the environment's if it agrees, else the group's own."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    try:
+    with suppress(LaunchError):
         launch = detect_launch(os.environ)
         if (launch.rank, launch.world_size) == (rank, world_size):
             return launch
-    except LaunchError:
-        pass
     return Launch("platform", rank, world_size, evidence=("an existing process group",))
 
 
@@ -79,7 +78,7 @@ def get_local_rank() -> int:
         >>> get_local_rank()
         0
     """
-    return _known(current_launch().local_rank, "local rank")
+    return _known("local_rank")
 
 
 def get_local_world_size() -> int:
@@ -92,7 +91,7 @@ def get_local_world_size() -> int:
         >>> get_local_world_size()
         1
     """
-    return _known(current_launch().local_world_size, "local world size")
+    return _known("local_world_size")
 
 
 def get_node_rank() -> int:
@@ -105,7 +104,7 @@ def get_node_rank() -> int:
         >>> get_node_rank()
         0
     """
-    return _known(current_launch().node_rank, "node rank")
+    return _known("node_rank")
 
 
 def is_distributed() -> bool:
@@ -139,8 +138,10 @@ def is_local_main_process() -> bool:
     return get_local_rank() == 0
 
 
-def _known(value: int | None, name: str) -> int:
+def _known(field: str) -> int:
+    value: int | None = getattr(current_launch(), field)
     if value is None:
+        name = field.replace("_", " ")
         raise NotSetUpError(
             f"The launcher does not set the {name}. Call ddpkit.setup() first: it gets it from the other ranks."
         )

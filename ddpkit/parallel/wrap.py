@@ -122,7 +122,7 @@ def wrap_model(
     described = {name: str(value) for name, value in switches.items()}
     check_fingerprint(fingerprint_of("wrap_model", described | describe_tensors(tensors)), peers)
     model = model.to(device)
-    if not any(tensor.requires_grad for tensor in tensors.values()):  # DDP rejects it
+    if not any(parameter.requires_grad for parameter in model.parameters()):  # DDP rejects it
         broadcast_into([tensor.detach() for tensor in named_tensors(model).values()])
         return _remember_frozen(model)
     if sync_batchnorm:

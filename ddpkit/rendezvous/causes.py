@@ -48,18 +48,17 @@ def cause_of(error: BaseException, session: Session) -> DdpkitError | None:
         cause = cause_of(inner, session)
         if cause:
             return cause
-    if error is session.failures.explained:  # by an inner block
+    failures = session.failures
+    if error is failures.explained or not is_of_broken_collective(error):  # explained by an inner block
         return None
-    if not is_of_broken_collective(error):
-        return None
-    session.failures.explained = error
+    failures.explained = error
     if _TIMED_OUT.search(message_of(error)):
         session.show_ranks()
     call, place, group = _called(error)
     ranks = _participants(error, call, group)
-    if session.rank not in ranks or session.failures.known or session.failures.compared:
+    if session.rank not in ranks or failures.known or failures.compared:
         return session.find_cause()
-    session.failures.compared = True  # once: a second time ranks may compare different collectives
+    failures.compared = True  # once: a second time ranks may compare different collectives
     return _compare_places(error, f"{call} {place}", session, ranks)
 
 
@@ -103,7 +102,15 @@ def _compare_places(error: BaseException, place: str, session: Session, ranks: R
         is_ending = any(rank in ending for rank, _ in late.missing)  # its exit code tells why
         if is_ending or session.failures.known or late.elsewhere:  # those wait for others, which may be the cause
             return session.find_cause()
-        return _absent(error, late, session.rank)
+        (rank, host), *more = late.missing
+        if more or rank == session.rank:  # one of them may have kept the others waiting; or another broke before
+            return None
+        here = ", ".join(f"{rank}" for rank, _ in late.arrived)
+        words = (
+            f"it did not arrive at the collective that broke on rank {here} ({error}). Is it stopped, stuck or in "
+            "other code?"
+        )
+        return PeerError(rank, host, "silent", words)
     except DdpkitError as cause:
         return cause
     calls = {text.partition(" ")[0] for text in places}
@@ -116,27 +123,14 @@ def _compare_places(error: BaseException, place: str, session: Session, ranks: R
 
 def _participants(error: BaseException, call: str, group: Any) -> Ranks:
     """Return the ranks that took part in what broke; none if a rank that does not come now may be innocent."""
-    if isinstance(error, _OF_A_STORE) or not _BY_PEERS.search(message_of(error)):
-        return ()
-    if call in _BETWEEN_TWO or not dist.is_initialized():
+    is_of_collective = call not in _BETWEEN_TWO and not isinstance(error, _OF_A_STORE)
+    if not is_of_collective or not _BY_PEERS.search(message_of(error)) or not dist.is_initialized():
         return ()
     if group is None and other_groups_were_made():  # the group is unknown
         return ()
     with suppress(KeyError, ValueError, RuntimeError, AttributeError):  # not a group, or a destroyed one
         return tuple(dist.get_process_group_ranks(group or current_group()))
     return ()
-
-
-def _absent(error: BaseException, late: BarrierTimeoutError, me: int) -> PeerError | None:
-    (rank, host), *more = late.missing
-    if more or rank == me:  # one of them may have kept the others waiting; or another collective broke before
-        return None
-    here = ", ".join(f"{rank}" for rank, _ in late.arrived)
-    words = (
-        f"it did not arrive at the collective that broke on rank {here} ({error}). Is it stopped, stuck or in other "
-        "code?"
-    )
-    return PeerError(rank, host, "silent", words)
 
 
 def _called(error: BaseException) -> tuple[str, str, Any]:

@@ -9,9 +9,9 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from traceback import FrameSummary
 from types import TracebackType
 from typing import Any, get_type_hints
@@ -30,6 +30,7 @@ from ..errors import (
     printable,
     trace_of,
 )
+from ..launch.process_tree import Lost
 from ..parsing import parse, refuse_text
 from .store import call_with_timeout
 
@@ -82,11 +83,6 @@ class Failure:
         texts = {name: printable(fields[name])[:longest] for name, longest in _TEXT_LENGTHS.items()}
         return cls(fields["rank"], **texts)
 
-    @classmethod
-    def from_json(cls, text: bytes | str, key: str) -> Failure:
-        """Parse a failure stored under this key."""
-        return cls.from_fields(parse(text, key, FAILURE))
-
     def to_json(self) -> str:
         """Serialise the failure for the store."""
         return json.dumps(asdict(self))
@@ -111,11 +107,10 @@ def record_failure(store: dist.Store, failure: Failure) -> None:
 
 def first_failure(store: dist.Store) -> Failure | None:
     """Return the failure of a job, None if there is none."""
-    if not store.check(["failure"]):
-        return None
-    return Failure.from_json(store.get("failure"), "failure")
+    return Failure.from_fields(parse(store.get("failure"), "failure", FAILURE)) if store.check(["failure"]) else None
 
 
+@dataclass(eq=False)
 class Failures:
     """This rank's knowledge of the first failure of its job, and of ranks that have left.
 
@@ -123,7 +118,7 @@ class Failures:
 
     Attributes:
         known: The first failure that this rank knows of.
-        settled: Whether this rank has reported the failure or is leaving the job, so that it is not raised any more.
+        muted: Whether this rank has reported the failure or is leaving the job, so that it is not raised any more.
         held: Whether this rank must finish something before a failure is raised in it.
         grace: Seconds for the main thread to end or to handle the failure, from the first attempt to raise it, before
             the process is ended.
@@ -134,30 +129,29 @@ class Failures:
         compared: Whether the ranks have compared which collective broke.
     """
 
-    def __init__(self, store: dist.Store, rank: int, hosts: Sequence[str], peer_lost: Callable[[], str]) -> None:
-        self._store = store
-        self._rank = rank
-        self._hosts = hosts
-        self.known: Failure | None = None
-        self.muted = False
-        self.held = False
-        self.grace = GRACE
-        self.left: list[int] = []
-        self.exiting: dict[int, float] = {}
-        self.peer_lost = peer_lost
-        self.explained: BaseException | None = None
-        self.compared = False
+    store: dist.Store
+    rank: int
+    hosts: Sequence[str]
+    peer_lost: Lost
+    known: Failure | None = None
+    muted: bool = False
+    held: bool = False
+    grace: float = GRACE
+    left: list[int] = field(default_factory=list)
+    exiting: dict[int, float] = field(default_factory=dict)
+    explained: BaseException | None = None
+    compared: bool = False
 
     def announce(self, failure: Failure, patience: float = 2.0) -> None:
         """Write a failure into the store, within a time limit, for ranks that read it there."""
         with suppress(RuntimeError, TimeoutError):  # the store is gone, or its host is stopped
-            call_with_timeout(lambda: record_failure(self._store, failure), patience)
+            call_with_timeout(lambda: record_failure(self.store, failure), patience)
 
     def look_up(self) -> Failure | None:
         """Return the first failure; ask the store if this rank knows of none."""
         if self.known is None:
-            failure = first_failure(self._store)
-            if failure and failure.rank not in range(-1, len(self._hosts)):
+            failure = first_failure(self.store)
+            if failure and failure.rank not in range(-1, len(self.hosts)):
                 refuse_text(failure.to_json(), "failure")
             if self.known is None:  # still: the watch may have received one meanwhile
                 self.known = failure
@@ -169,11 +163,6 @@ class Failures:
             return call_with_timeout(self.look_up, patience)
         return None
 
-    def raise_if_any(self) -> None:
-        """Raise if any rank has failed; ask the store if this rank knows of none."""
-        self.look_up()
-        self.raise_if_known()
-
     def raise_if_known(self) -> None:
         """Raise if this rank knows that any rank has failed."""
         if self.known:
@@ -183,23 +172,21 @@ class Failures:
         """Return the error for the rank that failed or left, if known; with a host, only for its departure."""
         if self.known:
             return self.known.to_error()
-        gone = [rank for rank in self.left if host in (None, rank)]
-        return self.lost_peer() or (self.departure(gone[0]) if gone else None)
+        departures = (self.departure(rank) for rank in self.left if host in (None, rank))
+        return self.lost_peer() or next(departures, None)
 
     def lost_peer(self) -> PeerError | None:
         """Create the error for the end of the process that must outlive this rank; None while it lives."""
         words = self.peer_lost()
-        if not words:
-            return None
-        return PeerError(self._rank, self._hosts[self._rank], "orphaned", words)
+        return PeerError(self.rank, self.hosts[self.rank], "orphaned", words) if words else None
 
     def departure(self, rank: int) -> PeerError:
         """Create the error for a wait for a rank that has left."""
         words = (
-            f"while rank {self._rank} waited for it{_in_call()}. Every rank must make the same calls: is this one in a "
+            f"while rank {self.rank} waited for it{_in_call()}. Every rank must make the same calls: is this one in a "
             f"branch that only some ranks take, such as `if is_main_process():`, or had rank {rank} fewer batches?"
         )
-        return PeerError(rank, self._hosts[rank], "left", words)
+        return PeerError(rank, self.hosts[rank], "left", words)
 
 
 def last_call(trace: TracebackType | None) -> tuple[FrameSummary | None, list[FrameSummary]]:

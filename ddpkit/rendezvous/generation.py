@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from ..errors import LaunchError
 from ..launch.detection import detect_launch
 from ..launch.launch import Launch
+from ..launch.process_tree import Lost
 from ..parsing import encode, refuse_text
 from .failures import Failure, JobContinues, first_failure, record_failure
 from .members import Member, Members, claim_key
@@ -69,8 +71,7 @@ class Generation:
         text = self.store.compare_set(claim_key(me.rank), "", mine)
         if text != mine.encode():
             return Member.from_json(text, me.rank)
-        number = self.store.add("claims", 1)
-        self.store.set(_claimant_key(number), f"{me.rank}")
+        self.store.set(_claimant_key(self.store.add("claims", 1)), f"{me.rank}")
         return me
 
     def claims_after(self, number: int) -> list[Member]:
@@ -78,12 +79,11 @@ class Generation:
         keys = [_claimant_key(later) for later in range(number + 1, self.store.add("claims", 0) + 1)]
         if not keys or not self.store.check(keys):  # one has counted its claim, but not yet named its rank
             return []
-        ranks = []
-        for key, text in zip(keys, self.store.multi_get(keys), strict=True):
+        texts = self.store.multi_get(keys)
+        for key, text in zip(keys, texts, strict=True):
             if not re.fullmatch(rb"[0-9]{1,7}", text):
                 refuse_text(text, key)
-            ranks.append(int(text))
-        return self.claims(ranks)
+        return self.claims([int(text) for text in texts])
 
     def claims(self, ranks: Sequence[int]) -> list[Member]:
         """Return the processes that claim these ranks; none if one of them is unclaimed."""
@@ -113,10 +113,15 @@ class Generation:
         """Return the rank that started this process, if the job is complete and has not ended; None otherwise."""
         if not self.is_complete() or self.is_over():
             return None
-        for claim in self.claims(range(self.members().world_size)):
-            if claim.is_ancestor():
-                return claim
-        return None
+        claims = self.claims(range(self.members().world_size))
+        return next((claim for claim in claims if claim.is_ancestor()), None)
+
+    def is_started_by_rank(self, world_size: int) -> bool:
+        """Return whether a rank of this job started this process; raise if it is to be one of several ranks itself."""
+        parent = self.parent_rank()
+        if parent and world_size > 1:
+            raise StartedByRank(parent)
+        return parent is not None
 
     # Cancelling.
 
@@ -127,8 +132,16 @@ class Generation:
     def give_up(self, failure: Failure) -> None:
         """Record why this job cannot start, as `fail()`."""
         record_failure(self.store, failure)
-        if self.is_complete():  # only their watches can reach ranks that have joined
-            _tell_watch(self.members(), failure)
+        members = self.members() if self.is_complete() else None
+        if members and members.watch_address:  # only watches, to which rank 0's forwards it, reach ranks that joined
+            with suppress(OSError), connect(*members.watch_address, 2) as connection:
+                connection.sendall(encode(token=members.token, failure=failure))
+
+    def fail_for_absence(self, world_size: int, timeout: timedelta) -> None:
+        """Record which ranks did not join in time."""
+        absent = [rank for rank in range(world_size) if not self.store.check([claim_key(rank)])]
+        advice = "Check that each one is running, with this MASTER_ADDR and MASTER_PORT."
+        self.fail(f"Ranks {absent} of {world_size} did not join within {timeout}. {advice}")
 
     def raise_if_failed(self, readers: int = 0) -> None:
         """Raise the reason why this job cannot start, if there is one.
@@ -144,9 +157,8 @@ class Generation:
     def raise_if_continued(self) -> None:
         """Raise if this start was cancelled because its job continues without the ranks that it has lost."""
         failure = first_failure(self.store)
-        error = failure.to_error() if failure else None
-        if isinstance(error, JobContinues):
-            raise error
+        if failure and failure.type == JobContinues.__name__:
+            raise failure.to_error()
 
     def await_readers(self, readers: int, seconds: float) -> None:
         """Count this rank as a reader of the reason; wait, with a time limit, for this number of readers."""
@@ -162,20 +174,12 @@ def _claimant_key(number: int) -> str:
     return f"claimant/{number}"
 
 
-def _tell_watch(members: Members, failure: Failure) -> None:
-    """Tell rank 0's watch, which forwards it, why the job cannot continue."""
-    if members.watch_address is None:
-        return
-    line = encode(token=members.token, failure=failure)
-    with suppress(OSError), connect(*members.watch_address, 2) as connection:
-        connection.sendall(line)
-
-
 _AGREED = {  # fields that must be equal on all ranks, each with its name for the user and advice
     "world_size": ("WORLD_SIZE", "start all ranks with the same value"),
     "watch": ("watch", "pass the same to setup()"),
     "run_id": ("run", "two jobs meet at one MASTER_ADDR:MASTER_PORT, give each its own MASTER_PORT"),
 }
+Start = tuple[dist.Store, Members]  # the store under the prefix of the generation
 _STORE_GRACE = 5.0  # seconds beyond the time-out for the store to answer
 
 
@@ -197,9 +201,7 @@ class StartedByRank(LaunchError):
         )
 
 
-def join(
-    store: dist.Store, me: Member, timeout: timedelta, peer_lost: Callable[[], str] = str
-) -> tuple[dist.Store, Members]:
+def join(store: dist.Store, me: Member, timeout: timedelta, peer_lost: Lost = str) -> Start:
     """Agree with all ranks on a generation and its members.
 
     Args:
@@ -217,25 +219,22 @@ def join(
     deadline = time.monotonic() + timeout.total_seconds()
     meet = _collect_claims if me.rank == 0 else _claim_until_accepted
     seconds = timeout.total_seconds() + _STORE_GRACE
+    check = partial(raise_if_peer_lost, peer_lost)
     try:
-        return call_with_timeout(
-            lambda: meet(store, me, deadline, timeout),
-            seconds,
-            lambda: raise_if_peer_lost(peer_lost()),
-        )
+        return call_with_timeout(lambda: meet(store, me, deadline, timeout), seconds, check)
     except TimeoutError:
         raise LaunchError(
             f"Rank {me.rank} did not join within {timeout}: the store does not answer. Is the process that hosts it, "
             "rank 0 or torchrun, stopped or cut off?"
         ) from None
     except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise_if_peer_lost(peer_lost())
+        check()
         raise StoreLost(f"Rank {me.rank} lost the store while joining; its host has ended: {error}") from error
 
 
-def raise_if_peer_lost(reason: str) -> None:
+def raise_if_peer_lost(peer_lost: Lost) -> None:
     """Raise if the process that must outlive this one has ended."""
-    if reason:
+    if reason := peer_lost():
         raise LaunchError(f"This rank cannot join: {reason}.")
 
 
@@ -253,16 +252,13 @@ def complete_launch(launch: Launch, members: Members) -> Launch:
     return replace(launch, **untold)
 
 
-def _collect_claims(store: dist.Store, me: Member, deadline: float, timeout: timedelta) -> tuple[dist.Store, Members]:
+def _collect_claims(store: dist.Store, me: Member, deadline: float, timeout: timedelta) -> Start:
     """Begin a generation, as rank 0, and publish its members when all ranks are claimed."""
     former = Generation.latest(store)
     if former:
         former.raise_if_continued()
-    parent = former.parent_rank() if former else None
-    if parent:
-        if me.world_size > 1:
-            raise StartedByRank(parent)
-        store = dist.HashStore()  # a separate job of one rank
+        if former.is_started_by_rank(me.world_size):
+            store = dist.HashStore()  # a separate job of one rank
     generation = Generation.new(store)
     generation.store.set(claim_key(0), me.to_json())
     claims = {0: me}
@@ -278,7 +274,7 @@ def _collect_claims(store: dist.Store, me: Member, deadline: float, timeout: tim
                 generation.fail(problem)
         generation.raise_if_failed(readers)
         if time.monotonic() > deadline:
-            generation.fail(_say_who_is_absent(generation, me.world_size, timeout))
+            generation.fail_for_absence(me.world_size, timeout)
         pause()
     members = Members.of([claims[rank] for rank in range(me.world_size)])
     generation.publish(members)
@@ -286,9 +282,7 @@ def _collect_claims(store: dist.Store, me: Member, deadline: float, timeout: tim
     return generation.store, members
 
 
-def _claim_until_accepted(
-    store: dist.Store, me: Member, deadline: float, timeout: timedelta
-) -> tuple[dist.Store, Members]:
+def _claim_until_accepted(store: dist.Store, me: Member, deadline: float, timeout: timedelta) -> Start:
     """Claim this rank in the newest generation, and in each newer one, until rank 0 publishes its members."""
     seen = -1
     claimed = None
@@ -307,7 +301,7 @@ def _claim_until_accepted(
                 raise LaunchError(
                     f"Rank 0 did not join within {timeout}. Is it running, and is MASTER_ADDR its address?"
                 )
-            claimed.fail(_say_who_is_absent(claimed, me.world_size, timeout))
+            claimed.fail_for_absence(me.world_size, timeout)
         pause()
 
 
@@ -326,9 +320,7 @@ def _claim(generation: Generation, me: Member) -> bool:
     # a process on another host cannot be checked; an agent reuses a number only after its holder has ended
     perhaps_alive = alive is None and not me.store_outlives_ranks
     if (alive or perhaps_alive) and not generation.is_over():
-        parent = generation.parent_rank()
-        if parent:
-            raise StartedByRank(parent)
+        generation.is_started_by_rank(me.world_size)
         _refuse_second_claim(generation, me, holder)
     # others may wait for it; an agent restarts all of them, and they move on to the next generation
     if alive is False and not me.store_outlives_ranks and not generation.is_complete():
@@ -344,9 +336,7 @@ def _accepted(generation: Generation, me: Member) -> Members | None:
         return None
     members = generation.members()
     if members.world_size != me.world_size:
-        parent = generation.parent_rank()
-        if parent:
-            raise StartedByRank(parent)
+        generation.is_started_by_rank(me.world_size)
         refuse_text(generation.store.get("members"), "members")
     return members
 
@@ -366,9 +356,3 @@ def _refuse_second_claim(generation: Generation, me: Member, holder: Member) -> 
         reason += " If RANK and WORLD_SIZE count nodes or pods here, start torchrun once on each instead."
     generation.fail(reason)
     raise LaunchError(reason)
-
-
-def _say_who_is_absent(generation: Generation, world_size: int, timeout: timedelta) -> str:
-    absent = [rank for rank in range(world_size) if not generation.store.check([claim_key(rank)])]
-    advice = "Check that each one is running, with this MASTER_ADDR and MASTER_PORT."
-    return f"Ranks {absent} of {world_size} did not join within {timeout}. {advice}"

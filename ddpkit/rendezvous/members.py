@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
@@ -30,13 +31,13 @@ def usable_cores() -> tuple[int, ...]:
     return tuple(range(os.cpu_count() or 1))
 
 
-def _cores() -> str:
-    """Return the cores that this process may use as bits, in hexadecimal digits."""
-    return f"{sum(1 << core for core in usable_cores()):x}"
+_form_of = functools.cache(get_type_hints)  # of a dataclass in JSON
 
 
-def _nonce() -> str:
-    return os.urandom(8).hex()
+def _fields_of(kind: type, text: bytes | str, key: str) -> dict[str, Any]:
+    """Parse the fields of a dataclass, stored under this key; lists become tuples."""
+    fields = parse(text, key, _form_of(kind))
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Member:
         machine: Identity of the machine and of its network and pid namespaces.
         pid: Process id.
         born: Start time of the process; pids are reused.
-        cores: Cores that it may use, as bits.
+        cores: Cores that it may use, as bits, in hexadecimal digits.
         nonce: Secret of this claim.
     """
 
@@ -68,8 +69,8 @@ class Member:
     machine: tuple[str, ...] = field(default_factory=_machine)
     pid: int = field(default_factory=os.getpid)
     born: str = field(default_factory=own_birth)
-    cores: str = field(default_factory=_cores)
-    nonce: str = field(default_factory=_nonce)
+    cores: str = field(default_factory=lambda: f"{sum(1 << core for core in usable_cores()):x}")
+    nonce: str = field(default_factory=lambda: os.urandom(8).hex())
 
     def __str__(self) -> str:
         return f"{self.host} (pid {self.pid})"
@@ -78,10 +79,7 @@ class Member:
     def from_json(cls, text: bytes | str, rank: int) -> Member:
         """Parse this rank's claim from the store."""
         key = claim_key(rank)
-        values: dict[str, Any] = {}
-        for name, value in parse(text, key, _MEMBER).items():
-            values[name] = tuple(value) if isinstance(value, list) else value
-        member = cls(**values)
+        member = cls(**_fields_of(cls, text, key))
         if member.rank != rank or rank not in range(min(member.world_size, MOST_RANKS)):
             refuse_text(text, key)
         return member
@@ -97,9 +95,7 @@ class Member:
 
     def is_alive(self) -> bool | None:
         """Return whether the process still runs; None where that cannot be read from here."""
-        if not self._is_here() or not self.born:
-            return None
-        return runs_since(self.pid, self.born)
+        return runs_since(self.pid, self.born) if self._is_here() and self.born else None
 
     def is_ancestor(self) -> bool:
         """Return whether this process descends from it."""
@@ -112,9 +108,6 @@ class Member:
 def claim_key(rank: int) -> str:
     """Return the key of the claim to a rank."""
     return f"claim/{rank}"
-
-
-_MEMBER = get_type_hints(Member)  # the form of its JSON
 
 
 @dataclass(frozen=True)
@@ -148,10 +141,7 @@ class Members:
     @classmethod
     def from_json(cls, text: bytes | str, key: str) -> Members:
         """Parse the description stored under this key."""
-        fields = parse(text, key, _MEMBERS)
-        lists = {name: tuple(fields[name]) for name in ("nodes", "node_of", "sharers")}
-        address = fields["watch_address"] and tuple(fields["watch_address"])
-        members = cls(fields["token"], address, **lists)
+        members = cls(**_fields_of(cls, text, key))
         numbers = range(len(members.nodes))
         if not all(node in numbers for node in members.node_of) or len(members.sharers) != members.world_size:
             refuse_text(text, key)
@@ -170,6 +160,3 @@ class Members:
     def hosts(self) -> list[str]:
         """Return each rank's host name."""
         return [self.nodes[node] for node in self.node_of]
-
-
-_MEMBERS = get_type_hints(Members)  # the form of its JSON

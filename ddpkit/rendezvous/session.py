@@ -13,13 +13,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import InitVar, asdict, dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..errors import BarrierTimeoutError, DdpkitError, PeerError, printable
+from ..errors import BarrierTimeoutError, DdpkitError, PeerError, Places, printable
+from ..launch.process_tree import Lost
 from ..parsing import parse, refuse_text
 from ..torch_internals import gloo_address
 from .failures import FAILURE, Failure, Failures
@@ -33,14 +34,11 @@ _LINGER = 2.0  # seconds that the store's host waits for ranks that are still le
 Ranks = tuple[int, ...]  # some of a job's ranks, in an order that they all know
 
 
-def _no_watch() -> None:
+def _nothing(*_: object) -> None:
     return None
 
 
-def _no_cause(error: BaseException, session: Session) -> None:
-    return None
-
-
+@dataclass(eq=False)
 class Session:
     """One start of a job, as seen from one rank.
 
@@ -51,43 +49,38 @@ class Session:
         timeout: Default time-out of each wait.
         nodes: Node of each rank, for comparison: several may have one host name.
         peer_lost: Returns the fate of the process that must outlive this one, "" while it lives.
+        explain: Explains why a collective broke.
+        store_host: The rank that hosts the store, if any.
+        store_connections: Those to the store, to be cut if it does not answer after a failure.
 
     Attributes:
         pid: Process that joined; others are forked from it.
-        store_host: The rank that hosts the store, if any.
         watch: Weak reference: returns the thread that can ask the other ranks, as long as it exists.
-        explain: Explains why a collective broke.
-        told: Progress of the script.
+        progress: Progress of the script.
         waits: The wait for all ranks in which the main thread is: its key, its start, and when it asked the last
             question to which the answer was that ranks are missing.
         acted_at: Time of its last batch or collective.
         connections: Those of the process group, to be cut after the job has failed.
-        store_connections: Those to the store, to be cut if it does not answer after a failure.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        hosts: Sequence[str],
-        timeout: timedelta,
-        nodes: Sequence[object],
-        peer_lost: Callable[[], str],
-    ) -> None:
-        self.store = store
-        self.rank = rank
-        self.hosts = hosts
-        self.timeout = timeout
-        self.nodes = nodes
-        self.store_host = 0
-        self.failures = Failures(store, rank, hosts, peer_lost)
-        self.watch: Callable[[], Any] = _no_watch
-        self.explain: Callable[[BaseException, Session], DdpkitError | None] = _no_cause
+    store: dist.Store
+    rank: int
+    hosts: Sequence[str]
+    timeout: timedelta
+    nodes: Sequence[object]
+    peer_lost: InitVar[Lost]
+    explain: Callable[[BaseException, Session], DdpkitError | None] = _nothing
+    store_host: int = 0
+    store_connections: set[int] = field(default_factory=set)
+
+    def __post_init__(self, peer_lost: Lost) -> None:
+        """Begin it in this process."""
+        self.failures = Failures(self.store, self.rank, self.hosts, peer_lost)
+        self.watch: Callable[[], Any] = _nothing
         self.progress: dict[str, int] = {}
         self.waits: tuple[str, float, float] | None = None
         self.acted_at = time.monotonic()
         self.connections: set[int] = set()
-        self.store_connections: set[int] = set()
         self.pid = os.getpid()
         self._deadlines: dict[int, tuple[float, bool]] = {}  # end of each thread's current wait, if it is the last
         self._counts: dict[tuple[str, Ranks | None], int] = {}  # uses of each name, by the ranks that meet
@@ -159,12 +152,6 @@ class Session:
         key = self.count(name, ranks)
         mine, answer = f"{key}/from/{self.rank}", f"{key}/answer"
         timeout = timeout or self.timeout
-        host = self.hosts[first]
-
-        def late() -> DdpkitError:
-            words = f"{name}: rank {first} ({host}) arrived, but did not answer."
-            return BarrierTimeoutError(words, [(first, host)], [])
-
         with self.bounded(timeout):
             self.store.set(mine, printable(text))
             self.barrier(key, timeout, used=[mine], ranks=ranks)
@@ -172,7 +159,9 @@ class Session:
                 texts = read_texts(self.store, [f"{key}/from/{rank}" for rank in everyone])
                 self._used[ranks] += write_long(self.store, answer, _shorten(texts))
                 return texts
-            self.wait_for_key(answer, timeout, late)
+            host = self.hosts[first]
+            words = f"{name}: rank {first} ({host}) arrived, but did not answer."
+            self.wait_for_key(answer, timeout, lambda: BarrierTimeoutError(words, [(first, host)], []))
             return _lengthen(read_long(self.store, answer), name, len(everyone))
 
     def leave(self, linger: bool) -> None:
@@ -184,13 +173,10 @@ class Session:
         left = self.store.add("left", 1)
         if not linger:
             return
-        expected = len(self.hosts)
-        failure = self.failures.known
-        if failure is not None and failure.type == "lost":  # it cannot leave by itself
-            expected -= 1
+        lost = self.failures.known is not None and self.failures.known.type == "lost"  # it cannot leave by itself
         pause = Pause.among(len(self.hosts))
         deadline = time.monotonic() + _LINGER
-        while left < expected and time.monotonic() < deadline:
+        while left < len(self.hosts) - lost and time.monotonic() < deadline:
             pause()
             left = self.store.add("left", 0)
 
@@ -214,43 +200,31 @@ class Session:
     def until(self, ready: Callable[[], T | None], timeout: timedelta, late: Callable[[], T]) -> T:
         """Poll until `ready()` is not None; return it, raise a peer's failure, or after the time-out call `late()`."""
         pause = Pause.among(len(self.hosts) if self.rank else 1)  # other ranks often wait for rank 0
-        failure = None
-        with self._deadline(timeout) as deadline:
-            while True:
-                asked = time.monotonic()
-                value = ready()
-                if value is not None:
-                    return value
-                if failure:
-                    raise failure.to_error()
-                if self.waits:
-                    self.waits = *self.waits[:2], asked
-                failure = self.failures.look_up()
-                if failure:  # of a peer that may have arrived before it failed
-                    continue
-                if time.monotonic() > deadline:
-                    break
-                pause()
-        with self._deadline(_AFTERWARDS, is_last=True):  # the store has answered so far
-            self.show_ranks()
-            failure = self.failures.look_up()
-            value = ready()  # it may have arrived meanwhile
-            if value is not None:
-                return value
-            if failure:
+
+        def look() -> T | None:
+            failure = self.failures.look_up()  # first: a peer may have arrived before it failed
+            asked = time.monotonic()
+            value = ready()
+            if value is None and failure:
                 raise failure.to_error()
-            return late()
+            if value is None and self.waits:
+                self.waits = *self.waits[:2], asked
+            return value
+
+        with self._deadline(timeout) as deadline:
+            while (value := look()) is None and time.monotonic() <= deadline:
+                pause()
+        if value is None:
+            with self._deadline(_AFTERWARDS, is_last=True):  # the store has answered so far
+                self.show_ranks()
+                value = look()  # it may have arrived meanwhile
+                return late() if value is None else value
+        return value
 
     def wait_for_key(self, key: str, timeout: timedelta, late: Callable[[], DdpkitError]) -> None:
         """Wait until a rank has written this key; raise a peer's failure, or `late()` after the time-out."""
-
-        def is_there() -> bool | None:
-            return self.store.check([key]) or None
-
-        def give_up() -> bool:
+        if not self.until(lambda: self.store.check([key]) or None, timeout, lambda: False):
             raise late()
-
-        self.until(is_there, timeout, give_up)
 
     @contextmanager
     def bounded(self, timeout: timedelta) -> Iterator[None]:
@@ -269,17 +243,16 @@ class Session:
         Args:
             host: Rank at the other end of the connection, None if unknown.
         """
-        failures, store_answers = self.failures, True
+        failures, look_up = self.failures, self.failures.look_up
         with self._deadline(_CAUSE_TIMEOUT) as deadline:
             while True:
                 is_last_look = time.monotonic() > max([deadline, *failures.exiting.values()])
                 try:
-                    if store_answers:
-                        failures.look_up()
+                    look_up()
                 except DdpkitError as error:
                     return error
                 except RuntimeError:  # the store is gone, too: only the watch can tell
-                    store_answers = False
+                    look_up = _nothing
                 cause = failures.cause(host)
                 if cause or is_last_look:
                     return cause
@@ -292,8 +265,7 @@ class Session:
         deadline = time.monotonic() + timeout.total_seconds()
         outer = self._deadlines.get(thread)
         if outer is not None and outer[1]:
-            deadline = min(deadline, outer[0])
-            is_last = True
+            deadline, is_last = min(deadline, outer[0]), True
         self._deadlines[thread] = deadline, is_last
         try:
             yield deadline
@@ -330,9 +302,10 @@ _AT_ONCE = timedelta(seconds=5)  # time-out for a key that is being written
 _ROLL_CALL = 3.0  # seconds in which arrived ranks must answer when a barrier has broken
 _NOTED_AFTER = 1.0  # seconds of a wait after which a rank records where it waits
 _FAILED = {**FAILURE, "module": str}  # of the exception's class
-_MISSING = {"missing": [int], "seconds": float, "elsewhere": dict[str, str]}
+_MISSING = {"missing": [int], "seconds": float, "elsewhere": [tuple[int, str]]}
 
 
+@dataclass
 class StoreBarrier:
     """One barrier.
 
@@ -343,88 +316,89 @@ class StoreBarrier:
         timeout: Longest wait.
     """
 
-    def __init__(self, session: Session, ranks: Sequence[int], key: str, timeout: timedelta) -> None:
-        self._session = session
-        self._ranks = ranks
-        self._store = session.store
-        self._key = key
-        self._timeout = timeout
-        self._ends_at = time.monotonic() + timeout.total_seconds()
-        self.name = key.rpartition("/")[0]
-        self.counter = f"{key}/arrived"
-        self._note = f"waits/{session.rank}"  # where this rank records where it waits
+    session: Session
+    ranks: Sequence[int]
+    key: str
+    timeout: timedelta
+
+    def __post_init__(self) -> None:
+        """Make its keys."""
+        self._store = self.session.store
+        self._ends_at = time.monotonic() + self.timeout.total_seconds()
+        self.name = self.key.rpartition("/")[0]
+        self.counter = f"{self.key}/arrived"
+        self._note = f"waits/{self.session.rank}"  # where this rank records where it waits
         self._note_at = math.inf
 
     def wait(self) -> None:
         """Arrive, and return when all ranks have."""
         count = self._store.add(self.counter, 1)
-        if count == len(self._ranks):
+        if count == len(self.ranks) or (count >= _BROKEN_FLAG and self._explain()):
             return
-        if count >= _BROKEN_FLAG:
-            self._explain()
-            return
-        self._note_at = time.monotonic() + min(_NOTED_AFTER, self._timeout.total_seconds() / 2)
-        if len(self._ranks) == len(self._session.hosts):
+        self._note_at = time.monotonic() + min(_NOTED_AFTER, self.timeout.total_seconds() / 2)
+        if len(self.ranks) == len(self.session.hosts):
             now = time.monotonic()
-            self._session.waits = self._key, now, now
+            self.session.waits = self.key, now, now
         try:
             left = timedelta(seconds=self._ends_at - time.monotonic())  # a slow store may have taken some
-            self._session.until(self._is_complete, left, self._give_up)
+            self.session.until(self._is_complete, left, self._give_up)
         except BarrierTimeoutError:
             self._store.set(self._note, f"timed out in {self.name}")
             raise
         finally:
-            self._session.waits = None
+            self.session.waits = None
         if self._note_at == math.inf:
             self._store.delete_key(self._note)
 
     def call_off(self, error: BaseException) -> None:
         """Report that this rank has failed. It does not arrive, so that the barrier never looks complete."""
         if self._store.add(self.counter, _BROKEN_FLAG) < 2 * _BROKEN_FLAG:  # the first reason stands
-            failure = asdict(self._session.failure_of(error))
-            self._store.set(f"{self._key}/why", json.dumps({**failure, "module": str(type(error).__module__)}))
+            failure = asdict(self.session.failure_of(error))
+            self._store.set(f"{self.key}/why", json.dumps({**failure, "module": str(type(error).__module__)}))
 
     def _is_complete(self) -> bool | None:
         """Return True if all have arrived, None if not; raise if that is no longer possible."""
         if time.monotonic() > self._note_at:  # for ranks that miss this one elsewhere
             self._store.set(self._note, f"waits in {self.name} instead")
             self._note_at = math.inf
-        left = [rank for rank in self._session.failures.left if rank in self._ranks]
+        failures = self.session.failures
+        left = [rank for rank in failures.left if rank in self.ranks]
         count = self._store.add(self.counter, 0)  # after the check for departures: a rank that left has arrived before
         if count >= _BROKEN_FLAG:
-            self._store.set(self._present(self._session.rank), "")
+            self._store.set(self._present(self.session.rank), "")
             return self._explain()
-        if not 0 < count <= len(self._ranks):
+        if not 0 < count <= len(self.ranks):
             refuse_text(f"{count}", self.counter)
-        if count == len(self._ranks):
+        if count == len(self.ranks):
             return True
         if left:
-            self._session.failures.raise_if_any()  # it may have left because another failed
-            raise self._session.failures.departure(left[0])
+            failures.look_up()
+            failures.raise_if_known()  # it may have left because another failed
+            raise failures.departure(left[0])
         return None
 
     def _give_up(self) -> bool:
         """Break the barrier after the time-out."""
-        self._store.set(self._present(self._session.rank), "")
+        self._store.set(self._present(self.session.rank), "")
         count = self._store.add(self.counter, _BROKEN_FLAG)
         if count < 2 * _BROKEN_FLAG:
             missing = self._call_roll(count - _BROKEN_FLAG)
-            notes = {f"{rank}": note for rank in missing if (note := self._note_of(rank))}
-            why = {"missing": missing, "seconds": self._timeout.total_seconds(), "elsewhere": notes}
-            self._store.set(f"{self._key}/why", json.dumps(why))
+            notes = [(rank, note) for rank in missing if (note := self._note_of(rank))]
+            why = {"missing": missing, "seconds": self.timeout.total_seconds(), "elsewhere": notes}
+            self._store.set(f"{self.key}/why", json.dumps(why))
         return self._explain()
 
     def _call_roll(self, arrived: int) -> list[int]:
         """Return the ranks that do not answer that they wait here, too; none if all had arrived before it broke."""
-        missing = list(self._ranks)
+        missing = list(self.ranks)
         deadline = time.monotonic() + _ROLL_CALL
-        while len(missing) > len(self._ranks) - arrived and time.monotonic() < deadline:
+        while len(missing) > len(self.ranks) - arrived and time.monotonic() < deadline:
             time.sleep(0.01)
             missing = [rank for rank in missing if not self._store.check([self._present(rank)])]
-        return missing if arrived < len(self._ranks) else []
+        return missing if arrived < len(self.ranks) else []
 
     def _present(self, rank: int) -> str:
-        return f"{self._key}/present/{rank}"
+        return f"{self.key}/present/{rank}"
 
     def _note_of(self, rank: int) -> str:
         """Return where a missing rank recorded that it waits, "" if nowhere."""
@@ -433,12 +407,9 @@ class StoreBarrier:
 
     def _explain(self) -> bool:
         """Raise why the barrier broke; return True if the last rank arrived just before another timed out."""
-        reason = f"{self._key}/why"
-
-        def late() -> DdpkitError:
-            return BarrierTimeoutError(f"{self.name}: a rank timed out and ended before it gave the reason.", [], [])
-
-        self._session.wait_for_key(reason, _AT_ONCE, late)
+        reason = f"{self.key}/why"
+        words = f"{self.name}: a rank timed out and ended before it gave the reason."
+        self.session.wait_for_key(reason, _AT_ONCE, lambda: BarrierTimeoutError(words, [], []))
         why = parse(self._store.get(reason), reason, _FAILED, _MISSING)
         if "missing" not in why:
             failed = Failure.from_fields(why).to_error()
@@ -449,22 +420,19 @@ class StoreBarrier:
         return True
 
     def _timeout_error(self, why: dict[str, Any]) -> BarrierTimeoutError:
-        me = self._session.rank
-        missing: list[tuple[int, str]] = []
-        arrived: list[tuple[int, str]] = []
-        for rank in self._ranks:
-            places = missing if rank in why["missing"] else arrived
-            places.append((rank, self._session.hosts[rank]))
-        count = f"{len(missing)} of {len(self._ranks)} ranks"
+        places = [(rank, self.session.hosts[rank]) for rank in self.ranks]
+        missing = [place for place in places if place[0] in why["missing"]]
+        arrived = [place for place in places if place not in missing]
+        count = f"{len(missing)} of {len(places)} ranks"
         text = f"{self.name}: {count} did not arrive within {why['seconds']:g} s"
         text += f": {_names(missing)}. Arrived: {_names(arrived)}."
-        elsewhere = {int(rank): note for rank, note in why["elsewhere"].items() if rank.isdecimal() and len(rank) < 10}
+        elsewhere = dict(why["elsewhere"])
         for rank, note in elsewhere.items():
             text += f" Rank {rank} {note}."
-        if me in why["missing"]:
-            text += f" This is rank {me}, which arrived too late."
+        if self.session.rank in why["missing"]:
+            text += f" This is rank {self.session.rank}, which arrived too late."
         return BarrierTimeoutError(text, missing, arrived, elsewhere)
 
 
-def _names(places: list[tuple[int, str]]) -> str:
+def _names(places: Places) -> str:
     return ", ".join(f"rank {rank} ({host})" for rank, host in places) or "nobody"

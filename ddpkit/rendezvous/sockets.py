@@ -20,28 +20,27 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+Listener = tuple[socket.socket, tuple[str, int]]  # and its address
 LOOPBACKS = ("lo", "lo0")  # names of the loopback interface
 FLUSH_SECONDS = 0.5  # seconds for collectives that can still end
 _PROBE = 2.0  # seconds in which a reachable host accepts or refuses a connection
 
 
-def listen(address: str, one_node: bool) -> tuple[socket.socket, tuple[str, int]]:
+def listen(address: str, one_node: bool) -> Listener:
     """Open the listener for the watches of other ranks; return it and its address.
 
     On one node it listens on the loopback interface, which nobody else reaches. On several it listens on the interface
     of `address` alone, or on all if that is a name, because the interface is then unknown.
     """
-    interfaces = ["127.0.0.1", "::1"] if one_node else [address]
-    for interface in interfaces:
+    for interface in ("127.0.0.1", "::1") if one_node else (address,):
         with suppress(OSError):
             listener = _listen_on(interface)
             host, port = listener.getsockname()[:2]
             return listener, (host, port)
-    if socket.has_dualstack_ipv6():
-        with suppress(OSError):
-            listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-            return listener, (address, listener.getsockname()[1])
-    listener = socket.create_server(("", 0), backlog=1024)
+    try:
+        listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    except (OSError, ValueError):  # a machine without IPv6, or without sockets for both
+        listener = socket.create_server(("", 0), backlog=1024)
     return listener, (address, listener.getsockname()[1])
 
 
@@ -86,24 +85,19 @@ def encoded(address: str) -> Any:
 
 def is_loopback(address: str | None) -> bool:
     """Return whether an address, as the user wrote it, reaches this machine alone."""
-    if address is None:
-        return False
-    if address == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
+    with suppress(ValueError):
+        return address == "localhost" or ipaddress.ip_address(address or "").is_loopback
+    return False
 
 
 def sockets_to(port: int) -> set[int]:
     """Return this process's sockets connected to a port, on any host, as inode numbers."""
-    return {number for descriptor, number in _open_sockets() if _port_of_peer(descriptor) == port}
+    return {number for descriptor, number in _open_sockets() if _port(_libc().getpeername, descriptor) == port}
 
 
 def sockets_on(port: int) -> set[int]:
     """Return this process's sockets bound to this port: a listener and its accepted connections."""
-    return {number for descriptor, number in _open_sockets() if _own_port(descriptor) == port}
+    return {number for descriptor, number in _open_sockets() if _port(_libc().getsockname, descriptor) == port}
 
 
 def sockets_beside(listener: bytes) -> set[int]:
@@ -117,8 +111,8 @@ def sockets_beside(listener: bytes) -> set[int]:
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
             found = _watched_sockets(name)
-            addresses = [_address(_libc().getsockname, descriptor) for descriptor in found]
-            if any(address and listener.startswith(address) for address in addresses):
+            addresses = {_address(_libc().getsockname, descriptor) for descriptor in found} - {b""}
+            if listener.startswith(tuple(addresses)):
                 return set(found.values())
     return set()
 
@@ -152,23 +146,17 @@ def cut(some: set[int], after: float = 0.0) -> None:
 def _cut_one(descriptor: int, some: set[int]) -> None:
     """Cut the connection of a descriptor, if it is still one of these sockets, and close the descriptor."""
     try:
-        if os.fstat(descriptor).st_ino in some and _port_of_peer(descriptor):  # cutting a listener aborts gloo
+        if os.fstat(descriptor).st_ino in some and _port(
+            _libc().getpeername, descriptor
+        ):  # cutting a listener aborts gloo
             _libc().shutdown(descriptor, socket.SHUT_RDWR)
     finally:
         os.close(descriptor)
 
 
-def _port_of_peer(descriptor: int) -> int:
-    """Return the port that an internet socket is connected to, 0 if none."""
-    return _port_in(_address(_libc().getpeername, descriptor))
-
-
-def _own_port(descriptor: int) -> int:
-    """Return the port that an internet socket is bound to, 0 if none."""
-    return _port_in(_address(_libc().getsockname, descriptor))
-
-
-def _port_in(address: bytes) -> int:
+def _port(ask: Any, descriptor: int) -> int:
+    """Return the port in an internet socket's address, or in that of its peer; 0 if there is none."""
+    address = _address(ask, descriptor)
     if int.from_bytes(address[:2], sys.byteorder) not in (socket.AF_INET, socket.AF_INET6):
         return 0
     return int.from_bytes(address[2:4], "big")
@@ -180,9 +168,8 @@ def _address(ask: Any, descriptor: int) -> bytes:
     Not through a Python socket object, which may get a time-out from `socket.setdefaulttimeout()`.
     """
     address, length = ctypes.create_string_buffer(128), ctypes.c_uint32(128)
-    if ask(descriptor, address, ctypes.byref(length)) != 0:
-        return b""
-    return address.raw[: length.value]
+    failed = ask(descriptor, address, ctypes.byref(length))
+    return b"" if failed else address.raw[: length.value]
 
 
 @functools.cache

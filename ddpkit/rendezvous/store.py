@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import logging
 import os
 import re
@@ -18,7 +17,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from ..errors import LaunchError, printable
-from ..launch import environment
+from ..launch import detection
 from ..launch.launch import JOB_IDS, Launch
 from ..parsing import refuse_text
 from ..torch_internals import torch_is_before
@@ -45,31 +44,23 @@ class Pause:
         self._seconds = min(1.05 * self._seconds, self._longest)
 
 
-def _nothing() -> None:
-    pass
-
-
 ports: set[int] = set()  # of the stores that this process has used
 _abandoned: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _AT_EXIT = 1.0  # seconds in which abandoned threads end
 
 
-@functools.cache
-def _end_threads_at_exit() -> None:
+@atexit.register
+def _end_threads() -> None:
     """Let no thread return from torch's code to an interpreter that has ended: that would abort the process."""
-
-    def end() -> None:
-        deadline = time.monotonic() + _AT_EXIT
-        waiting = [thread for thread in _abandoned if thread.is_alive()]
-        for port in ports if waiting else ():
-            sockets.cut(sockets.sockets_to(port))
-        for thread in waiting:
-            thread.join(max(0.0, deadline - time.monotonic()))
-
-    atexit.register(end)
+    deadline = time.monotonic() + _AT_EXIT
+    waiting = [thread for thread in _abandoned if thread.is_alive()]
+    for port in ports if waiting else ():
+        sockets.cut(sockets.sockets_to(port))
+    for thread in waiting:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def call_with_timeout(work: Callable[[], T], seconds: float, check: Callable[[], None] = _nothing) -> T:
+def call_with_timeout(work: Callable[[], T], seconds: float, check: Callable[[], object] = str) -> T:
     """Call a function in a new thread, and return its value or raise its error.
 
     Args:
@@ -87,7 +78,6 @@ def call_with_timeout(work: Callable[[], T], seconds: float, check: Callable[[],
             errors.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
-    _end_threads_at_exit()
     deadline = time.monotonic() + seconds
     try:
         thread.start()
@@ -114,7 +104,7 @@ def read_text(store: dist.Store, key: str) -> str:
     Raises:
         LaunchError: If the value is not text.
     """
-    return _decode(store.get(key), key)
+    return read_texts(store, [key])[0]
 
 
 def read_texts(store: dist.Store, keys: list[str]) -> list[str]:
@@ -123,7 +113,13 @@ def read_texts(store: dist.Store, keys: list[str]) -> list[str]:
     Raises:
         LaunchError: If one of them is not text.
     """
-    return [_decode(data, key) for key, data in zip(keys, store.multi_get(keys), strict=True)]
+    texts = []
+    for key, data in zip(keys, store.multi_get(keys), strict=True):
+        try:
+            texts.append(data.decode())
+        except UnicodeDecodeError:
+            refuse_text(data, key)
+    return texts
 
 
 def write_long(store: dist.Store, key: str, text: str) -> list[str]:
@@ -146,16 +142,8 @@ def read_long(store: dist.Store, key: str) -> str:
     more, space, text = found.partition(" ")
     if not space or not re.fullmatch("[0-9]{1,4}", more):
         refuse_text(found, key)
-    if more == "0":
-        return text
-    return text + "".join(read_texts(store, [f"{key}/{number}" for number in range(int(more))]))
-
-
-def _decode(data: bytes, key: str) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        refuse_text(data, key)
+    keys = [f"{key}/{number}" for number in range(int(more))]
+    return text + "".join(read_texts(store, keys) if keys else ())
 
 
 def without_prefixes(store: dist.Store) -> dist.Store:
@@ -168,11 +156,6 @@ def without_prefixes(store: dist.Store) -> dist.Store:
 # The key-value space of MPICH's launcher, through which ranks share an address that the environment does not define.
 #
 # hydra passes each rank a descriptor, in PMI_FD, for the PMI-1 wire protocol.
-
-
-def has_pmi() -> bool:
-    """Return whether the launcher has passed its descriptor."""
-    return "PMI_FD" in os.environ
 
 
 def share_over_pmi(value: str | None) -> str:
@@ -232,9 +215,8 @@ class PortTaken(LaunchError):
 
 def store_outlives_ranks(launch: Launch) -> bool:
     """Return whether the process that started the ranks hosts the store, which then survives their restart."""
-    if launch.kind == "torchrun":
-        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return launch.kind == "spawn"
+    agent_hosts = launch.kind == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return agent_hosts or launch.kind == "spawn"
 
 
 def open_store(address: str, port: int, is_host: bool, timeout: timedelta) -> dist.Store:
@@ -248,28 +230,27 @@ def open_store(address: str, port: int, is_host: bool, timeout: timedelta) -> di
 
 
 def find_master(launch: Launch, timeout: timedelta) -> tuple[dist.Store, str, int]:
-    """Open the store without MASTER_ADDR: through MPICH's key-value space, or on the only node."""
+    """Open the store: at MASTER_ADDR, else through MPICH's key-value space, or on the only node."""
     one_node = launch.local_world_size == launch.world_size
-    if has_pmi():
-        return _find_over_pmi(launch, "127.0.0.1" if one_node else socket.getfqdn(), timeout)
-    if not one_node:
+    if launch.master_addr is not None and launch.master_port is not None:
+        address, port = launch.master_addr, launch.master_port
+    elif "PMI_FD" in os.environ:  # the launcher has passed its descriptor
+        if launch.rank == 0:
+            server = host_on("127.0.0.1" if one_node else socket.getfqdn())
+            share_over_pmi(f"{server.host}|{server.port}")
+            return server, server.host, server.port
+        address, _, text = share_over_pmi(None).partition("|")
+        port = detection.port(text)
+    elif one_node:
+        address = "127.0.0.1"
+        port = detection.derive_port(*(os.environ.get(name, "") for name in JOB_IDS))
+    else:
         raise LaunchError(
             f"{launch.kind} started ranks on several nodes but sets no address to meet at. Set MASTER_ADDR to the "
             "host of rank 0 and MASTER_PORT to a free port there: mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29400 ..."
         )
-    address = "127.0.0.1"
-    port = environment.derive_port(*(os.environ.get(name, "") for name in JOB_IDS))
-    return open_store(address, port, launch.rank == 0, timeout), address, port
-
-
-def _find_over_pmi(launch: Launch, host: str, timeout: timedelta) -> tuple[dist.Store, str, int]:
-    if launch.rank == 0:
-        server = host_on(host)
-        share_over_pmi(f"{server.host}|{server.port}")
-        return server, server.host, server.port
-    address, _, text = share_over_pmi(None).partition("|")
-    port = environment.port(text)
-    return open_store(address, port, False, timeout), address, port
+    is_host = launch.rank == 0 and not store_outlives_ranks(launch)
+    return open_store(address, port, is_host, timeout), address, port
 
 
 def _host(address: str, port: int, timeout: timedelta) -> dist.Store:
@@ -316,22 +297,22 @@ def wait_for_listener(address: str, port: int, deadline: float) -> None:
     """Wait for a listener there; torch's own client would log C++ stacks and wait for twice the time-out."""
     start = time.monotonic()
     pause = Pause(0.02, 1.0)
-    logged = False
+    news_at = start + _NEWS
     while True:
         left = deadline - time.monotonic()
         try:
             sockets.connect(address, port, max(0.1, min(left, 5.0))).close()
             return
         except OSError as error:
-            waited = time.monotonic() - start
             if left <= 0:
+                waited = time.monotonic() - start
                 raise LaunchError(
                     f"Nobody answers at MASTER_ADDR:MASTER_PORT {address}:{port} after {waited:.0f} s ({error}). "
                     "Is rank 0 running there, and the port open?"
                 ) from None
-        if not logged and waited > _NEWS:
+        if time.monotonic() > news_at:
             log.warning("waiting for rank 0 at %s:%d", printable(address), port)
-            logged = True
+            news_at = deadline
         pause()
 
 
@@ -359,6 +340,4 @@ def reachable(address: str | None, port: int | None) -> str:
         return socket.gethostname()
     with sockets.connect(address, port, 10) as connection:
         mine = str(connection.getsockname()[0])
-    if mine == "::1" or mine.startswith("127."):
-        return address
-    return mine
+    return address if sockets.is_loopback(mine) else mine

@@ -120,7 +120,7 @@ def release_models(models: list[nn.Module]) -> None:
 
 
 def share_data(mine: Any, src: int) -> Any:
-    """Give every rank the numbers, texts and tensors of rank `src`: there themselves, elsewhere CPU copies. Collective.
+    """Give every rank the numbers, texts and tensors of rank `src`: there themselves, elsewhere copies. Collective.
 
     Unlike `broadcast()` it unpickles nothing: data are read by the rules of `torch.load(weights_only=True)`.
 
@@ -140,20 +140,23 @@ def share_data(mine: Any, src: int) -> Any:
             problem = explain_sharded(_CALL, list(own.items()))
             if problem:
                 raise TypeError(problem)
-            data = to_bytes(take_out("states", mine, tensors, _is_dense_tensor))
+            described = take_out("states", mine, tensors, _is_dense_tensor)
+            on_cpu = [tensor.device.type == "cpu" for tensor in tensors.values()]
+            data = to_bytes([described, on_cpu])
             from_bytes(data)  # as the others will
     data = broadcast_bytes(_CALL, data, src, most=most)
     if is_source:
         for tensor in tensors.values():
             broadcast_tensor(flat_bytes(tensor), src)
         return mine
-    given = from_bytes(data)
+    given, on_cpu = from_bytes(data)
     placeholders = list(find_placeholders("states", given).values())
     size = sum(tensor.nbytes for tensor in placeholders)
     if size > most:
         raise LaunchError(f"Rank {src} sends states of {size} bytes, but this job's have at most {most}.")
-    for tensor in placeholders:
-        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    for tensor, is_on_cpu in zip(placeholders, on_cpu, strict=True):
+        device = torch.device("cpu") if is_on_cpu else current_job.get_device()  # by which all choose the backend
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         received = broadcast_tensor(flat_bytes(empty), src).view(tensor.dtype).reshape(tensor.shape)
         torch.utils.swap_tensors(tensor, received)  # type: ignore[no-untyped-call]
     return given

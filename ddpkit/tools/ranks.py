@@ -30,7 +30,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..launch import environment
+from ..launch import detection
 from ..launch.process_tree import child_processes
 from ..rendezvous.store import host_on
 from ..spawning import describe_exit, rank_environment, replace_environment
@@ -157,7 +157,7 @@ def _take_over(env: dict[str, str], output: int) -> None:
         setattr(sys, stream, text)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    torch.set_num_threads(environment.number(env["OMP_NUM_THREADS"]) or 1)
+    torch.set_num_threads(detection.number(env["OMP_NUM_THREADS"]) or 1)
     random.seed()  # as in any new process: two ranks that do not seed them have other numbers
     np.random.seed()
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .. import LaunchError, detect_launch
-from ..launch import environment
+from ..launch import detection
 from ..launch.process_tree import child_processes, environment_of
 from ..parsing import encode
 from ..rendezvous.generation import Generation
@@ -231,7 +231,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _only_job() -> tuple[str, int]:
     """Return the address of the job that the environment names, else of the only one with ranks on this machine."""
-    address, port = os.environ.get("MASTER_ADDR"), environment.port(os.environ.get("MASTER_PORT"))
+    address, port = os.environ.get("MASTER_ADDR"), detection.port(os.environ.get("MASTER_PORT"))
     if address and port:
         return address, port
     jobs = jobs_here()

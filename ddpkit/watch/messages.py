@@ -175,7 +175,7 @@ def _describe(frame: FrameType | None) -> tuple[str, str, list[str]]:
     scripts = [number for number, (code, _) in enumerate(frames) if not _is_library(code.co_filename)]
     script = max(scripts, default=0)
     last = len(frames) - 1
-    call = min(script + 1, last)
+    call = min(script + 1, last) if scripts else last
     while call < last and _is_wrapper(frames[call][0]):
         call += 1
     code, line = frames[script]

@@ -166,7 +166,7 @@ class WatchThread(threading.Thread):
         for event in self.connections.poll(self._pause()):
             self._receive(event)
         lost_peer = None if self._failures.known else self._failures.lost_peer()
-        if lost_peer:
+        if lost_peer and self._failures.known is None:  # still
             self._failures.known = Failure.of(self._session.rank, lost_peer)
         if self._failures.known:
             self._tell_others(self._failures.known)  # the main thread may have found it in the store
@@ -283,7 +283,8 @@ class WatchThread(threading.Thread):
 
     def show_ranks(self) -> None:
         """Make rank 0 log what all ranks are doing after this rank waited too long; once in ten minutes."""
-        if self._failures.known is None:
+        is_due = self._session.rank == 0 or self._report.begin()  # of others, for the pause alone
+        if is_due and self._failures.known is None:
             self._has_answered.clear()
             self._wants_report = True
             self.connections.wake()
@@ -319,12 +320,12 @@ class WatchThread(threading.Thread):
         """Ask for the wanted report, and log it."""
         if self._wants_report:
             self._wants_report = False
-            if not self._report.begin():
-                self._has_answered.set()
-            elif self._session.rank > 0:
+            if self._session.rank > 0:
                 self.connections.post_up(encode(asks=True))
-            else:
+            elif self._report.begin():
                 self._ask()
+            else:
+                self._has_answered.set()
         self._show_report()
 
     def _show_report(self, at_once: bool = False) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("launch", "job", "rendezvous", "collectives", "parallel", "data", "checkpoint")
 NEAR = {
-    "job": ["tests/job", "tests/rendezvous", "tests/start"],
+    "job": ["tests/job", "tests/rendezvous", "tests/start", "tests/faults"],
     "rendezvous": ["tests/rendezvous", "tests/job", "tests/simulation"],
 }
 SWAPPED = {

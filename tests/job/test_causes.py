@@ -96,7 +96,7 @@ def test_a_failure_is_recorded_whatever_the_exception_does(
 ) -> None:
     error = raised(make)
     text = Failure.of(1, error).to_json()
-    failure = Failure.from_json(text, "failure")
+    failure = Failure.from_fields(json.loads(text))
     assert f"{failure.type}: {failure.message}".startswith(words)
     assert "in raised" in failure.traceback and "in raised" in trace_of(error)
     (failure.message + failure.traceback).encode()

@@ -24,7 +24,7 @@ HANG = 400.0  # seconds: longer than any test may take, however loaded the machi
 # each script is a copy of this one, which has imported torch for all of them, and ends as the interpreter ends
 FORK = """
 import concurrent.futures, gc, json, multiprocessing, os, subprocess, sys, threading, time, traceback, ddpkit
-import ddpkit.job.joining, ddpkit.job.refusal, ddpkit.watch.thread  # which each would load at setup()
+import ddpkit.job.joining, ddpkit.watch.thread  # which each would load at setup()
 names = {}
 for name, (env, lines) in json.loads(sys.argv[1]).items():
     if "wrap_model" in lines:

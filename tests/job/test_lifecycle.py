@@ -158,6 +158,7 @@ def test_a_bad_option_is_heard_by_a_rank_0_that_comes_later() -> None:
 
 def test_a_torch_that_is_too_old_is_named() -> None:
     check_torch("2.6.0a0+ecf3bae40a.nv25.01")  # a vendor's build
+    check_torch("2.8.0-rocm6.3.hip")
     check_torch("2.13.0+cpu")
     with pytest.raises(ddpkit.LaunchError, match=r"needs torch 2\.6 or newer, found 2\.5\.1"):
         check_torch("2.5.1+cu124")

@@ -76,6 +76,9 @@ def _wrap() -> dict[str, Any]:
     found["unwrapped"] = unwrap_model(model) is inner
     frozen = _Buffered().requires_grad_(False)
     found["frozen"] = wrap_model(frozen) is frozen
+    with_gradient = nn.Linear(1, 1).requires_grad_(False)
+    with_gradient.register_buffer("scale", torch.ones(1, requires_grad=True))  # which DDP does not count
+    found["frozen"] &= wrap_model(with_gradient) is with_gradient
     check_replicas(frozen)
     found["again"] = _message(ValueError, lambda: wrap_model(nn.Sequential(model)))
     found["batchnorm"] = _message(ValueError, lambda: wrap_model(nn.BatchNorm1d(2), sync_batchnorm=True))

@@ -25,7 +25,6 @@ from world import Killed, Process, Task, World
 from ddpkit import job, rendezvous, survival, watch
 from ddpkit.errors import LaunchError
 from ddpkit.job import joining as startup
-from ddpkit.job import refusal as declining
 from ddpkit.rendezvous import causes, session, sockets
 from ddpkit.rendezvous import members as member
 from ddpkit.survival import regrouping
@@ -370,8 +369,8 @@ def put_in_place() -> None:
     session.os = _os
     for kind in (thread.WatchThread, regrouping._Heartbeat, regrouping.Refusals):
         kind.start, kind.join, kind.is_alive = _start, _Thread.join, _Thread.is_alive
-    regrouping.connect_to_store = declining.connect_to_store = connect_to_store
-    declining.wait_for_listener = _wait_for_listener
+    regrouping.connect_to_store = startup.connect_to_store = connect_to_store
+    startup.wait_for_listener = _wait_for_listener
     regrouping.host_address = lambda _: _hostname()
     regrouping.sockets = SimpleNamespace(sockets_on=lambda _: set(), sockets_to=lambda _: set())
     regrouping.host_on = lambda host: HostedStore(host, 0)

@@ -45,7 +45,7 @@ def pass_a_barrier_that_others_gave_up() -> None:
     """A rank whose time is up does not break the barrier."""
 
     def give_up(self: store_barrier.StoreBarrier) -> bool:
-        self._store.set(self._present(self._session.rank), "")
+        self._store.set(self._present(self.session.rank), "")
         absent = [(rank, "") for rank in self._call_roll(self._store.add(self.counter, 0))]
         if not absent:
             return True

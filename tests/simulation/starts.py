@@ -17,7 +17,7 @@ from ddpkit.errors import LaunchError
 from ddpkit.job import joining as startup
 from ddpkit.job import leaving
 from ddpkit.job.job import Job, Options, context_of
-from ddpkit.job.refusal import is_child_of_rank
+from ddpkit.job.joining import is_child_of_rank
 from ddpkit.launch.launch import Launch
 from ddpkit.rendezvous.session import Session
 from ddpkit.rendezvous.sockets import is_listening
@@ -191,10 +191,8 @@ class Start:
     def join(self, mine: Rank, job: Job) -> None:
         """Join a job."""
         opened = startup.OpenStore(self._open(job), *self._master, startup._host_of(job.launch))
-        session, members, listener = startup._join(job, opened, str)
+        session, members = startup.join_and_watch(job, opened)
         mine.token = members.token
-        job.hosts_store = self._server is None and mine.rank == 0
-        startup._start_watch(job, session, members, listener, opened)
         session.barrier(session.count("group made"))  # as gloo connects each rank with each
         mine.session = session
         self.world.note(f"{mine.process.name} has joined")

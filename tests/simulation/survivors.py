@@ -79,7 +79,7 @@ class Survivor:
     ) -> Context:
         """Do as `lifecycle.rejoin()`."""
         launch = Launch("platform", rank, size)
-        job = self.job = Job(launch, asked, context_of(launch, self.job.context.device))
+        job = self.job = Job(launch, asked, context_of(launch, self.job.context.device), lost)
         if size == 1:
             self.group = Group(self.start.world, 1)
             self.group.enter()
@@ -87,10 +87,8 @@ class Survivor:
             return job.context
         opened = startup.OpenStore(store, host=store_host)
         with self._joining():
-            session, members, listener = startup._join(job, opened, lost)
-            startup._start_watch(job, session, members, listener, opened)
+            session, members = startup.join_and_watch(job, opened)
             session.barrier(session.count("group made"))  # as gloo connects each rank with each
-        job.hosts_store = rank == store_host
         self._enter(members.token)
         return job.context
 

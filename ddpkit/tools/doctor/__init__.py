@@ -8,6 +8,7 @@ so and does not join.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import os
@@ -113,6 +114,7 @@ def _report_in_time(report: Report, check: Callable[[], None], as_json: bool) ->
     sys.stdout.flush()
     os.dup2(stdout, 1)
     if thread.is_alive():
+        report = report.copy()  # the thread may still add results
         report.fail(LaunchError(reason))
     code = print_report(report, as_json)
     if thread.is_alive():
@@ -349,6 +351,13 @@ class Report:
             self.add(probe(*args))
         except Exception as error:
             self.add(Check("skipped", f"cannot be checked here: {describe_error(error)}"))
+
+    def copy(self) -> Report:
+        """Return a report with the same results, to which the checks add nothing."""
+        found = copy.copy(self)
+        found.checks = dict(self.checks)
+        found.ranks = {**self.ranks, self.rank: (self.record, found.checks)}
+        return found
 
     def fail(self, error: Exception) -> None:
         """Add the failure of the check that runs now: the error's first line, and its last ones as details."""

@@ -23,7 +23,7 @@ from ... import LaunchError, all_reduce_mean, distributed, get_device, get_rank,
 from ...collectives.differences import differing_parts
 from ...job.device import MASKS, choose_device, count_accelerators, default_backend
 from ...job.lifecycle import check_torch
-from ...launch import environment
+from ...launch import detection
 from ...rendezvous.members import usable_cores
 from ...rendezvous.sockets import LOOPBACKS
 from ..cli import count, table
@@ -234,7 +234,7 @@ def ports(port: int | None, checks_if_free: bool) -> Check:
         checks_if_free: True if it must be free, because rank 0 is about to listen here.
     """
     text = os.environ.get("MASTER_PORT", "").strip()
-    named = environment.port(text)
+    named = detection.port(text)
     if port is None and text and not named:
         remedy = "Set it to a number from 1 to 65535."
         return Check("failed", f"MASTER_PORT={text} is no port", remedy)
