@@ -237,7 +237,9 @@ class PeerError(DdpkitError):
     _page = "faults"
 
     def __init__(self, rank: int, host: str, error_type: str, message: str, traceback: str = "") -> None:
-        text = f"rank {rank} ({host}) {_WITHOUT_ERROR.get(error_type, f'failed: {error_type}: ')}"
+        text = f"rank {rank} ({host}) failed: {error_type}: "
+        if error_type in _WITHOUT_ERROR:
+            text = f"rank {rank} ({host}) {_WITHOUT_ERROR[error_type]}"
         text = text + message if message else text.rstrip(": ")
         if traceback:
             text += f"\n\nTraceback of rank {rank}:\n{traceback.rstrip()}"
