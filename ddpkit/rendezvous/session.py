@@ -202,12 +202,14 @@ class Session:
         pause = Pause.among(len(self.hosts) if self.rank else 1)  # other ranks often wait for rank 0
 
         def look() -> T | None:
-            failure = self.failures.look_up()  # first: a peer may have arrived before it failed
             asked = time.monotonic()
             value = ready()
-            if value is None and failure:
-                raise failure.to_error()
-            if value is None and self.waits:
+            failure = self.failures.look_up() if value is None else None
+            if failure:  # of a peer that may have arrived before it failed
+                value = ready()
+                if value is None:
+                    raise failure.to_error()
+            elif value is None and self.waits:
                 self.waits = *self.waits[:2], asked
             return value
 
