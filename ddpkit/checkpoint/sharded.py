@@ -215,7 +215,10 @@ def _files_of(layouts: Mapping[str, Layout]) -> list[int]:
 
 def _as_plain(layouts: Mapping[str, Layout]) -> dict[str, Any]:
     """Convert layouts to plain data, for the file."""
-    return {name: layout._asdict() | {"pieces": list(map(list, layout.pieces))} for name, layout in layouts.items()}
+    plain = {}
+    for name, layout in layouts.items():
+        plain[name] = layout._asdict() | {"pieces": list(map(list, layout.pieces))}
+    return plain
 
 
 def _from_plain(data: Mapping[str, Any]) -> dict[str, Layout]:

@@ -98,7 +98,8 @@ def _check_src(src: object, peers: Peers | None) -> None:
 @untraced
 def broadcast_bytes(call: str, data: bytes, src: int, peers: Peers | None = None, most: float = math.inf) -> bytes:
     """Give every rank the bytes that rank `src` holds, at most so many; the others hold none. Collective."""
-    words = np.frombuffer(data[:_SMALL].ljust(_SMALL, b"\0"), "<u4")
+    start = data[:_SMALL].ljust(_SMALL, b"\0")
+    words = np.frombuffer(start, "<u4")
     sums = add_up(fingerprint_of(call), np.append(float(len(data)), words), peers)
     size = sums[0]
     if not 0 <= size <= most:

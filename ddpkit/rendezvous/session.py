@@ -173,10 +173,12 @@ class Session:
         left = self.store.add("left", 1)
         if not linger:
             return
-        lost = self.failures.known is not None and self.failures.known.type == "lost"  # it cannot leave by itself
+        expected = len(self.hosts)
+        if self.failures.known is not None and self.failures.known.type == "lost":  # it cannot leave by itself
+            expected -= 1
         pause = Pause.among(len(self.hosts))
         deadline = time.monotonic() + _LINGER
-        while left < len(self.hosts) - lost and time.monotonic() < deadline:
+        while left < expected and time.monotonic() < deadline:
             pause()
             left = self.store.add("left", 0)
 

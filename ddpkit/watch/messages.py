@@ -275,8 +275,9 @@ class StatusReport:
     def _guess(self) -> str:
         """Guess why rank 0 is in another call than all others; "" if it is not."""
         mine = self._activities[0]
-        if any(each.waits == mine.waits and each.call == mine.call for each in self._activities.values() if each.rank):
-            return ""
+        for each in self._activities.values():
+            if each.rank and each.waits == mine.waits and each.call == mine.call:
+                return ""
         return f": is {mine.call} at {mine.place} inside `if is_main_process():`? Call it on every rank"
 
 
@@ -445,7 +446,8 @@ def parse(line: bytes, world_size: int) -> Message | None:
         return None
     if not isinstance(fields, dict):
         return None
-    known = {name: _read(_KINDS[name], fields[name], world_size) for name in _KINDS.keys() & fields.keys()}
+    names = _KINDS.keys() & fields.keys()
+    known = {name: _read(_KINDS[name], fields[name], world_size) for name in names}
     if not known or None in known.values():
         return None
     return Message(**known)

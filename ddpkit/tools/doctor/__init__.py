@@ -457,7 +457,8 @@ def merge(ranks: Mapping[int, tuple[Record, dict[str, Check]]]) -> dict[str, Che
         text = texts.pop(check.found)
         if texts and check.status != "ok":
             check = check._replace(found=text)
-        merged[name] = check._replace(details=[*check.details, *first_of([*texts.values()], _MANY_LINES)])
+        shown = first_of([*texts.values()], _MANY_LINES)
+        merged[name] = check._replace(details=[*check.details, *shown])
     return merged
 
 

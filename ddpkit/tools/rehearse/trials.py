@@ -174,7 +174,8 @@ def plan_trial(seed: int, number: int, kinds: Sequence[str], undisturbed: dict[i
     ranks = generator.choice(list(undisturbed))
     starts: list[Run] = []
     while True:
-        starts.append(Run(ranks, _draw(generator, kind, undisturbed[ranks], (turns + which + len(starts)) % 2 == 0)))
+        is_even = (turns + which + len(starts)) % 2 == 0
+        starts.append(Run(ranks, _draw(generator, kind, undisturbed[ranks], is_even)))
         if others := [number for number in undisturbed if number != ranks]:
             ranks = generator.choice(others)
         if len(starts) > 1 or generator.random() >= _TWICE:
@@ -376,8 +377,8 @@ def compare_files(first: Path, second: Path, varying: set[str], is_undisturbed: 
     """
     difference = Difference()
     name = ""
-    files = sorted((file for file in first.rglob("*") if file.is_file()), key=lambda file: file.stat().st_mtime)
-    for file in files:
+    files = [file for file in first.rglob("*") if file.is_file()]
+    for file in sorted(files, key=lambda file: file.stat().st_mtime):
         expected = _read(file)
         if not expected:
             continue
