@@ -181,7 +181,8 @@ def _arguments(config: pytest.Config) -> Iterator[str]:
         "-p": option.plugins or (),
     }
     for flag, values in several.items():
-        yield from (flag + value for value in values)
+        for value in values:
+            yield from (flag, value)  # apart: a value may be empty
     yield f"--capture={option.capture}"
     yield f"--assert={option.assertmode}"
     yield f"--import-mode={option.importmode}"

@@ -265,10 +265,6 @@ class RankPlugin:
         self._send("reply", lost(rank, "could not start", text))
         return True
 
-    def _begin(self) -> None:
-        """Record that the test's own code begins; from now on its time counts."""
-        self._send("began", True)
-
     def _clean_up(self, before: Traces) -> bool:
         """Leave the group if the task has or has stopped it; send all leftovers, and return true if there are none."""
         joined = self._group is not None and dist.group.WORLD is self._group
