@@ -254,6 +254,7 @@ _BOUNDS = (  # a rank is below a size; a part is at most the whole
     ("local_rank", "world_size"),
     ("local_world_size", "world_size"),
     ("node_rank", "num_nodes"),
+    ("node_rank", "world_size"),
     ("num_nodes", "world_size"),
 )
 

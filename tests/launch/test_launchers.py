@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ddpkit import LaunchError, detect_launch
@@ -475,6 +475,7 @@ _VALUES = st.sampled_from(["", "0", "1", "2", "4", "5", "-1", "x", "1.0", "n1", 
         _VALUES,
     )
 )
+@example({"SUBMITIT_LOCAL_NODEID": "2", "SUBMITIT_LOCAL_NTASKS": "2", "SUBMITIT_LOCAL_GLOBALID": "0"})
 def test_whatever_the_environment_a_launch_is_consistent_or_refused(env: dict[str, str]) -> None:
     try:
         launch = detect_launch(env)
