@@ -63,7 +63,9 @@ def _proof(secret: bytes, place: Sequence[object], fields: Mapping[str, Any]) ->
 
 def refuse_text(text: bytes | str, key: str) -> NoReturn:
     """Raise `LaunchError`: no rank of this job wrote this text."""
-    shown = repr(text[:60]) + "…" * (len(text) > 60)
+    shown = repr(text[:60])
+    if len(text) > 60:
+        shown += "…"
     raise LaunchError(
         f"The store holds {shown} under {key!r}, which no rank of this job wrote. "
         "Does another program use this MASTER_ADDR and MASTER_PORT? Give each job its own port."

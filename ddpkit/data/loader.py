@@ -643,7 +643,8 @@ class Loop:
         if not self.drawn:
             return text
         samples = [*map(str, self.drawn[0])]
-        samples[_SHOWN:] = ["..."] * (len(samples) > _SHOWN)
+        if len(samples) > _SHOWN:
+            samples[_SHOWN:] = ["..."]
         return f"{text}, samples {', '.join(samples)}"
 
 

@@ -48,7 +48,9 @@ def fill_error_file(error: BaseException) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    seconds = int(time.time()) + isinstance(error, PeerError)  # torchrun calls the earliest error the root cause
+    seconds = int(time.time())
+    if isinstance(error, PeerError):  # torchrun calls the earliest error the root cause
+        seconds += 1
     message = {
         "message": describe_error(error, _REPORT_LENGTH),
         "extraInfo": {"py_callstack": trace_of(error), "timestamp": f"{seconds}"},

@@ -345,10 +345,11 @@ class Reading:
             values.setdefault("node_rank", 0)
             values.setdefault("num_nodes", 1)
         for part, whole in _BOUNDS:
-            is_rank = part.endswith("rank")
-            if values.get(part, 0) + is_rank > values.get(whole, math.inf):
-                contradiction = "not below" if is_rank else "more than"
-                self.wrong.append(f"{self.said(part)} is {contradiction} {self.said(whole)}")
+            value, bound = values.get(part, -1), values.get(whole, math.inf)
+            if part.endswith("rank") and value >= bound:
+                self.wrong.append(f"{self.said(part)} is not below {self.said(whole)}")
+            elif value > bound:
+                self.wrong.append(f"{self.said(part)} is more than {self.said(whole)}")
 
     def _complaint(self) -> str:
         verb = "is" if len(self.missing) == 1 else "are"
@@ -366,8 +367,11 @@ class Reading:
 def filled(env: Environment) -> dict[str, str]:
     """Return the variables that are not empty; many scripts set a rank of -1 for "not distributed"."""
     found = {name: text.strip() for name, text in env.items() if text.strip()}
-    none = {("RANK", "-1"), ("LOCAL_RANK", "-1")} if found.get("WORLD_SIZE", "1") == "1" else ()
-    return {name: text for name, text in found.items() if (name, text) not in none}
+    if found.get("WORLD_SIZE", "1") == "1":
+        for name in ("RANK", "LOCAL_RANK"):
+            if found.get(name) == "-1":
+                del found[name]
+    return found
 
 
 def shown(name: str, env: Environment) -> str:

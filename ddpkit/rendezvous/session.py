@@ -54,7 +54,6 @@ class Session:
         store_connections: Those to the store, to be cut if it does not answer after a failure.
 
     Attributes:
-        pid: Process that joined; others are forked from it.
         watch: Weak reference: returns the thread that can ask the other ranks, as long as it exists.
         progress: Progress of the script.
         waits: The wait for all ranks in which the main thread is: its key, its start, and when it asked the last
@@ -81,7 +80,7 @@ class Session:
         self.waits: tuple[str, float, float] | None = None
         self.acted_at = time.monotonic()
         self.connections: set[int] = set()
-        self.pid = os.getpid()
+        self._pid = os.getpid()
         self._deadlines: dict[int, tuple[float, bool]] = {}  # end of each thread's current wait, if it is the last
         self._counts: dict[tuple[str, Ranks | None], int] = {}  # uses of each name, by the ranks that meet
         self._used: dict[Ranks | None, list[str]] = {}  # keys of these ranks' last meeting
@@ -89,7 +88,7 @@ class Session:
     @property
     def is_own(self) -> bool:
         """Return whether this process is the rank, and not a child forked from it."""
-        return self.pid == os.getpid()
+        return self._pid == os.getpid()
 
     def failure_of(self, error: BaseException) -> Failure:
         """Describe an error of this rank for the others."""
