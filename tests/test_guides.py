@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from processes import ROOT, free_port, platform_env, run
+from test_sentences import texts_of_the_library
 
 import ddpkit
 from ddpkit.tools.cli import _parser
@@ -70,23 +71,13 @@ def test_a_chinese_page_runs_on_two_ranks(page: str, tmp_path: Path) -> None:
         assert end.code == 0, end.output
 
 
-def texts_of_the_library() -> Iterator[str]:
-    """Each text in the source, with … for what is put into it."""
-    for path in (ROOT / "ddpkit").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield node.value
-            if isinstance(node, ast.JoinedStr):
-                yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
-
-
 def test_the_errors_that_the_chinese_guide_explains_are_the_library_s() -> None:
     text = (GUIDE / "zh/errors.md").read_text()
     section = re.search(r"^## ddpkit 的报错\n(.*?)^## ", text, re.MULTILINE | re.DOTALL)
     assert section is not None
     quoted = re.findall(r"^- `([^`]+)`", section[1], re.MULTILINE)
     assert len(quoted) > 20
-    library = "\n".join(text.replace("\n", " ") for text in texts_of_the_library())
+    library = "\n".join(text.replace("{}", "…").replace("\n", " ") for text in texts_of_the_library())
     missing = []
     for message in quoted:
         pieces = [re.escape(piece) for piece in message.split("…")]

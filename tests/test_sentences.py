@@ -36,12 +36,17 @@ def _strings(node: ast.AST) -> Iterator[str]:
             yield from _strings(each)
 
 
-def sentences() -> str:
-    """Return what the library can say, a line each, in alphabetical order."""
-    found = set()
+def texts_of_the_library() -> set[str]:
+    """Return the strings in the source, with {} for what is filled in."""
+    found: set[str] = set()
     for path in Path(ddpkit.__file__).parent.rglob("*.py"):
         found.update(_strings(ast.parse(path.read_text())))
-    return "".join(f"{text!r}\n" for text in sorted(found) if A_FEW_WORDS.search(text))
+    return found
+
+
+def sentences() -> str:
+    """Return what the library can say, a line each, in alphabetical order."""
+    return "".join(f"{text!r}\n" for text in sorted(texts_of_the_library()) if A_FEW_WORDS.search(text))
 
 
 def test_the_library_says_what_it_said() -> None:
