@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,18 +28,16 @@ from .folder import (
 )
 from .loading import load_file, load_first
 from .saving import (
-    Collected,
     Memory,
-    check_equal,
     collect,
     merge_problems,
     refuse_sharded,
-    sharding,
     snapshot,
     try_on_all,
     write,
 )
-from .states import Pieces, has_names, unwrap
+from .sharded import WrittenPieces
+from .states import has_names, unwrap
 
 _RESERVED = ("step", "score")  # keys in the result of load()
 
@@ -97,8 +94,6 @@ class Checkpointer:
         self._lock: FolderLock | None = None
         self._writing: Writing | None = None  # until its error was raised on all ranks
         self._memory: Memory = {}  # of the last copy
-        if "torch.distributed.tensor" in sys.modules:
-            sharding()  # import it now, not during an urgent save
         if self.folder.exists() and not self.folder.is_dir():
             problem = f"The checkpoint folder {self.folder} is a file."
             raise ValueError(f"{problem} Pass a folder, or a path not yet in use.")
@@ -182,13 +177,12 @@ class Checkpointer:
         self._wait_for_writing()
         path = self.folder / name_of(step)
         state = {name: unwrap(value) for name, value in state.items()}
-        collected = collect(path, step, score, state, own)
-        check_equal(state, collected)
-        try_on_all(lambda: self._prepare_folder(collected.pieces))
+        content, pieces = collect(path, step, score, state, own)
+        try_on_all(lambda: self._prepare_folder(pieces))
         doing = "" if wait else f"Saving step {step} without waiting failed: "
-        writing = Writing(doing, collected.pieces.is_shared)
+        writing = Writing(doing, is_shared=bool(pieces.entry))
         try:
-            try_on_all(lambda: self._start_writing(writing, path, collected, wait))
+            try_on_all(lambda: self._start_writing(writing, path, content, pieces, wait))
             if wait:
                 self._wait_for_writing()
         except BaseException:
@@ -281,7 +275,7 @@ class Checkpointer:
         self._wait_for_writing()
         return objects
 
-    def _prepare_folder(self, pieces: Pieces) -> None:
+    def _prepare_folder(self, pieces: WrittenPieces) -> None:
         """Lock the folder for this process, and for its rule of keeping checkpoints, on rank 0."""
         if not is_main_process():
             return
@@ -298,15 +292,22 @@ class Checkpointer:
             self._lock.writers.add(self)
             finish_writing(self.folder)  # of another Checkpointer
             delete_left_overs(self.folder)
-            pieces.make_folder()
+            if pieces.entry:
+                pieces.folder.mkdir()
 
-    def _start_writing(self, writing: Writing, path: Path, collected: Collected, wait: bool) -> None:
+    def _start_writing(
+        self,
+        writing: Writing,
+        path: Path,
+        content: dict[str, Any],
+        pieces: WrittenPieces,
+        wait: bool,
+    ) -> None:
         """Start a thread that writes this rank's part; from a copy if nobody waits for it."""
-        pieces = collected.pieces
-        if not (is_main_process() or pieces.is_shared):
+        if not (is_main_process() or pieces.entry):
             return
-        content = collected.content if is_main_process() else None
-        get_saved = snapshot((content, pieces.mine), None if wait else self._memory)
+        mine = (content if is_main_process() else None, pieces.mine)
+        get_saved = snapshot(mine, None if wait else self._memory)
 
         def write_it(check: Callable[[], None]) -> None:  # it keeps `self`, and so the lock, alive
             write(path, get_saved(), pieces, (self.keep, self.keep_best), check)

@@ -18,11 +18,11 @@ from ..launch.ranks import get_rank, get_world_size, is_main_process
 from ..parallel.lr_scaling import applied_scales
 from ..parallel.models import unwrap_model
 from ..torch_internals import is_dtensor
-from .files import FORMAT_WITH_PIECES, read
-from .saving import sharding, try_on_all
+from .files import read
+from .saving import try_on_all
+from .sharded import SavedPieces
 from .states import (
     Description,
-    Pieces,
     describe_object,
     explain_loss,
     has_names,
@@ -94,7 +94,7 @@ def load_file(path: Path, objects: Mapping[str, Any]) -> dict[str, Any]:
     return _restore(path, content, pieces, objects)
 
 
-def _read_on_all(path: Path, objects: Mapping[str, Any]) -> tuple[dict[str, Any], Pieces]:
+def _read_on_all(path: Path, objects: Mapping[str, Any]) -> tuple[dict[str, Any], SavedPieces]:
     """Return the content of a file that every rank reads. Collective.
 
     Args:
@@ -114,12 +114,10 @@ def _read_on_all(path: Path, objects: Mapping[str, Any]) -> tuple[dict[str, Any]
     files = len(set(exchange(checksum)))
     if files > 1:
         raise CheckpointError(f"The ranks see {files} different files at {path}. They must share the folder.")
-    if content["format"] != FORMAT_WITH_PIECES and not is_sharded:
-        return content, Pieces()
-    return content, try_on_all(lambda: sharding().SavedPieces(path, content))
+    return content, try_on_all(lambda: SavedPieces(path, content, is_sharded))
 
 
-def _restore(path: Path, content: dict[str, Any], pieces: Pieces, objects: Mapping[str, Any]) -> dict[str, Any]:
+def _restore(path: Path, content: dict[str, Any], pieces: SavedPieces, objects: Mapping[str, Any]) -> dict[str, Any]:
     """Load a checkpoint's content into objects, if it fits them on all ranks. Collective.
 
     Returns:
@@ -146,7 +144,7 @@ def _restore(path: Path, content: dict[str, Any], pieces: Pieces, objects: Mappi
 def _fitting_states(
     path: Path,
     content: Mapping[str, Any],
-    pieces: Pieces,
+    pieces: SavedPieces,
     objects: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return this rank's states by name; raise if requested ones are missing or do not fit."""
@@ -178,7 +176,7 @@ def _part_of_this_rank(path: Path, content: Mapping[str, Any]) -> dict[str, Any]
 def _load_into_all(
     objects: Mapping[str, Any],
     states: Mapping[str, Any],
-    pieces: Pieces,
+    pieces: SavedPieces,
     rng_states: list[dict[str, Any]],
 ) -> None:
     """Load states into objects that they fit, and restore the random number generators."""

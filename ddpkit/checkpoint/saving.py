@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import importlib
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +16,16 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ..collectives.differences import differing_parts, explain_sharded, list_lines
+from ..collectives.groups import peers_of
 from ..collectives.ops import all_gather_object
 from ..data.seeds import get_rng_state
 from ..errors import CheckpointError, PeerError
 from ..job import current_job, lifecycle
 from ..job.job import Peers
 from ..job.lifecycle import exchange
-from ..launch.ranks import is_main_process
+from ..launch.ranks import get_rank, is_main_process
 from ..parallel.models import strip, without_dtensors, wrapped_paths
-from ..parallel.replicas import gather_unless_equal
+from ..parallel.replicas import gather_unless_equal, replicated_parts
 from .files import (
     FORMAT,
     FORMAT_WITH_PIECES,
@@ -36,8 +37,8 @@ from .files import (
     writing_into,
 )
 from .folder import explain, list_and_prune
+from .sharded import Parts, WrittenPieces, describe_parts, write_pieces
 from .states import (
-    Pieces,
     describe_object,
     digest_leaves,
     is_ordinary,
@@ -55,14 +56,6 @@ _ADVICE = (
     "ddpkit.sync_buffers(model), data with ddpkit.broadcast), or save each rank's own value with "
     "per_rank={name: value}."
 )
-
-
-def sharding() -> Any:
-    """Import the module that only jobs with sharded tensors need.
-
-    Call it on all ranks, or while no rank waits for another.
-    """
-    return importlib.import_module(".sharded", __package__)
 
 
 def try_on_all(fn: Callable[[], T], doing: str = "") -> T:
@@ -100,20 +93,6 @@ def merge_problems(problems: list[str]) -> str:
 # What is saved: the states of all ranks, and values per rank.
 
 
-class Collected(NamedTuple):
-    """What the ranks write for a checkpoint.
-
-    Attributes:
-        content: The part that rank 0 writes.
-        compared: Names of the states in it that all ranks have.
-        pieces: Writer of the sharded tensors, whose shapes are in the content.
-    """
-
-    content: dict[str, Any]
-    compared: list[str]
-    pieces: Pieces
-
-
 def refuse_sharded(call: str, of_all: Mapping[str, Any], of_each: Mapping[str, Any]) -> None:
     """Raise CheckpointError for a tensor that is sharded in a way that cannot be saved or loaded.
 
@@ -138,10 +117,8 @@ def collect(
     score: float | None,
     values: Mapping[str, Any],
     own: Mapping[str, Any],
-) -> Collected:
-    """Collect the content of a checkpoint. Collective.
-
-    It does not check whether the ranks' states are equal.
+) -> tuple[dict[str, Any], WrittenPieces]:
+    """Collect what the ranks write: the content of the checkpoint, which rank 0 writes, and their pieces. Collective.
 
     Args:
         path: The file to write.
@@ -151,7 +128,7 @@ def collect(
         own: Values that are saved for each rank, by name.
 
     Raises:
-        CheckpointError: On every rank, if some states cannot be saved.
+        CheckpointError: On every rank, if some states cannot be saved, or differ between ranks.
     """
     compared = []
     for name, value in values.items():
@@ -169,7 +146,7 @@ def collect(
         mine = _take_states("per_rank", own, None)
         check_saveable({"state": content["state"], "per_rank": mine["per_rank"]})
         mine["rng"] = get_rng_state()
-        mine["sharded"] = sharding().describe_parts(tensors) if tensors else {}
+        mine["sharded"] = describe_parts(tensors)
         return {"format": FORMAT, "step": step, "score": score, **content}, to_bytes(mine)
 
     content, mine = try_on_all(take)
@@ -178,12 +155,12 @@ def collect(
     described = [part.pop("sharded") for part in parts]
     if own:
         content["per_rank"] = parts
-    if not any(described):
-        return Collected(content, compared, Pieces())
-    pieces = sharding().WrittenPieces(path, tensors, described)  # the same on every rank
-    content["format"] = FORMAT_WITH_PIECES
-    content["sharded"] = pieces.entry
-    return Collected(content, compared, pieces)
+    pieces = WrittenPieces(path, tensors, described)
+    if pieces.entry:
+        content["format"] = FORMAT_WITH_PIECES
+        content["sharded"] = pieces.entry
+    _check_equal({name: values[name] for name in compared}, content["state"], pieces)
+    return content, pieces
 
 
 def _take_states(key: str, values: Mapping[str, Any], sharded: dict[str, Any] | None) -> dict[str, Any]:
@@ -209,13 +186,13 @@ def _take_states(key: str, values: Mapping[str, Any], sharded: dict[str, Any] | 
 # Compare the ranks' states before rank 0's are saved for all.
 
 
-def check_equal(values: Mapping[str, Any], collected: Collected) -> None:
+def _check_equal(values: Mapping[str, Any], states: Mapping[str, Any], pieces: WrittenPieces) -> None:
     """Raise on every rank unless all ranks would write the same states. Collective.
 
     Args:
-        values: The objects to save, by name.
-        collected: What is written of them. Sharded tensors are compared between ranks that hold the
-            same part.
+        values: The objects that all ranks have, by name.
+        states: Their states, by name.
+        pieces: Their sharded tensors, compared between ranks that hold the same part.
 
     Raises:
         CheckpointError: If some differ, with their names and ranks.
@@ -223,14 +200,14 @@ def check_equal(values: Mapping[str, Any], collected: Collected) -> None:
     if lifecycle.enter_collective() is None:
         return
     digests: dict[str, str] = {}
-    for name in collected.compared:
-        digests.update(digest_leaves(name, collected.content["state"][name]))
-        for buffer in _broadcast_buffers(values[name]):
+    for name, value in values.items():
+        digests.update(digest_leaves(name, states[name]))
+        for buffer in _broadcast_buffers(value):
             digests.pop(path_to(name, buffer), None)
     problem = _explain_differences(dict(sorted(digests.items())), None)
-    if collected.pieces.is_shared and not problem:
-        for peers, parts in collected.pieces.replicated():  # in each group, whatever was found so far
-            problem = _explain_differences(parts, peers) or problem
+    if pieces.entry and not problem:
+        for group, parts in replicated_parts(pieces.tensors).items():  # in each, whatever was found so far
+            problem = _explain_differences(parts, peers_of(group)) or problem
         problem = merge_problems(exchange(problem))
     if problem:
         raise CheckpointError(problem)
@@ -318,8 +295,8 @@ def _copy_to_cpu(tensor: Tensor, free: Memory, used: Memory) -> Tensor:
 
 def write(
     path: Path,
-    saved: tuple[dict[str, Any] | None, Any],
-    others: Pieces,
+    saved: tuple[dict[str, Any] | None, Parts],
+    pieces: WrittenPieces,
     keep: tuple[int, int],
     check: Callable[[], None],
 ) -> None:
@@ -328,24 +305,25 @@ def write(
     Args:
         path: The checkpoint.
         saved: Its content, None on ranks other than 0, and this rank's pieces of sharded tensors.
-        others: Writer of the pieces of all ranks.
+        pieces: The pieces of all ranks.
         keep: Number of checkpoints to keep: the last ones, and the best ones.
         check: Raises if the writing must stop.
     """
-    content, pieces = saved
+    content, mine = saved
 
     def write_content(file: BinaryIO) -> None:
         dump(content, file, check)
-        others.wait_for_others(check)
+        if pieces.entry:
+            pieces.wait_for_others(check)
 
     with ExitStack() as undo:
         if content is not None:
-            undo.callback(others.delete)
-        if pieces:
-            others.write(pieces, check)
+            undo.callback(shutil.rmtree, pieces.folder, ignore_errors=True)
+        if mine:
+            write_pieces(pieces.folder, get_rank(), mine, check)
         if content is None:
             return
         with writing_into(path.parent):
             write_durably(path, write_content)
         undo.pop_all()
-    list_and_prune(path, content["score"], *keep, others.folder_name)
+    list_and_prune(path, content["score"], *keep, pieces.folder.name)

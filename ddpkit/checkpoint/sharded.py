@@ -4,15 +4,13 @@ A DTensor (`fully_shard`, tensor parallelism) is cut into pieces, boxes of its e
 piece writes it into its own file, in a folder beside the checkpoint. A file holds the bytes of its pieces, one after
 the other, and a last line with their checksum.
 
-In the checkpoint's own file an empty tensor on the meta device takes the place of each. This module is imported only
-when a sharded tensor is found (`saving.sharding`).
+In the checkpoint's own file an empty tensor on the meta device takes the place of each.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,17 +24,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..collectives.differences import differing_parts, list_lines, name_ranks
-from ..collectives.groups import peers_of
 from ..collectives.tree import flat_bytes, local_part, name_dtype
 from ..errors import CheckpointError
-from ..job.job import Peers
 from ..launch.ranks import get_rank, get_world_size
 from ..parallel.models import unwrap_model
-from ..parallel.replicas import replicated_parts
 from ..torch_internals import is_dtensor
 from .files import SummedFile, open_file, reading_from, verify, write_durably, writing_into
 from .folder import is_folder_of
-from .states import Pieces, explain_loss, find_placeholders, map_leaves, state_for, tensors_of
+from .states import explain_loss, find_placeholders, map_leaves, state_for, tensors_of
 
 _ALIGNMENT = 64  # bytes: each piece starts at a multiple of it
 _PAUSE = 0.02  # seconds between checks for the other ranks' files
@@ -71,8 +66,8 @@ class Layout(NamedTuple):
     pieces: list[Piece]
 
 
-class WrittenPieces(Pieces):
-    """The sharded tensors of a checkpoint being saved.
+class WrittenPieces:
+    """The sharded tensors of a checkpoint being saved, if there are any.
 
     Args:
         path: The checkpoint.
@@ -80,43 +75,25 @@ class WrittenPieces(Pieces):
         described: `describe_parts()` of each rank.
 
     Attributes:
-        entry: Their description in the checkpoint's file.
+        tensors: This rank's tensors, by path.
+        entry: Their description in the checkpoint's file; {} if there are none.
+        folder: Folder of all ranks' files.
+        mine: The pieces that this rank writes.
 
     Raises:
         CheckpointError: On every rank, if ranks hold different tensors, or pieces of one are missing.
     """
 
-    is_shared = True
-
     def __init__(self, path: Path, tensors: Mapping[str, Any], described: list[dict[str, Any]]) -> None:
-        layouts = lay_out([each.get("tensors", {}) for each in described])
-        self._tensors = tensors
-        self._rank = get_rank()
+        layouts = lay_out([each["tensors"] for each in described])
+        self.tensors = tensors
         self._writers = _files_of(layouts)
-        self.folder_name = f"{path.stem}.{described[0]['token']}"  # unique to this checkpoint
-        self._folder = path.with_name(self.folder_name)
-        self.entry = {"folder": self.folder_name, "tensors": _as_plain(layouts)}
+        self.folder = path.with_name(f"{path.stem}.{described[0]['token']}")  # unique to this checkpoint
+        self.entry = {"folder": self.folder.name, "tensors": _as_plain(layouts)} if layouts else {}
         self.mine = []
         for name, layout in layouts.items():
-            own = [piece for piece in layout.pieces if piece.file == self._rank]
+            own = [piece for piece in layout.pieces if piece.file == get_rank()]
             self.mine += [(piece.start, local_part(tensors[name]).detach()) for piece in own]
-
-    def make_folder(self) -> None:
-        """Create the folder."""
-        self._folder.mkdir()
-
-    def delete(self) -> None:
-        """Delete the folder."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def replicated(self) -> Iterator[tuple[Peers | None, dict[str, str]]]:
-        """Iterate over the ranks that hold the same parts of tensors, with the digests of this rank's. Collective."""
-        for group, digests in replicated_parts(self._tensors).items():
-            yield peers_of(group), digests
-
-    def write(self, pieces: Parts, check: Callable[[], None]) -> None:
-        """Write this rank's file, as `write_pieces()` does."""
-        write_pieces(self._folder, self._rank, pieces, check)
 
     def wait_for_others(self, check: Callable[[], None]) -> None:
         """Wait until the files of all ranks are on the disk; for a shorter time while this process exits.
@@ -131,20 +108,21 @@ class WrittenPieces(Pieces):
         since = time.monotonic()
         while True:
             check()
-            now = _sizes_in(self._folder)
+            now = _sizes_in(self.folder)
             missing = [rank for rank in self._writers if _name_of(rank) not in now]
             if not missing:
                 return
-            failed = [rank for rank in missing if _failed_name_of(rank) in now]
-            if failed:
-                problem = f"{name_ranks(failed)} could not write into {self._folder}"
-                raise CheckpointError(f"Not saved: {problem}. Earlier checkpoints are complete.")
             if now != sizes:
                 sizes = now
                 since = time.monotonic()
             patience = _PATIENCE if threading.main_thread().is_alive() else _PATIENCE_AT_END
-            if time.monotonic() - since > patience:
-                problem = f"{name_ranks(missing)} wrote nothing into {self._folder} for {patience:g} s"
+            problem = ""
+            failed = [rank for rank in missing if _failed_name_of(rank) in now]
+            if failed:
+                problem = f"{name_ranks(failed)} could not write into {self.folder}"
+            elif time.monotonic() - since > patience:
+                problem = f"{name_ranks(missing)} wrote nothing into {self.folder} for {patience:g} s"
+            if problem:
                 raise CheckpointError(f"Not saved: {problem}. Earlier checkpoints are complete.")
             time.sleep(_PAUSE)
 
@@ -294,19 +272,20 @@ def write_pieces(folder: Path, rank: int, pieces: Parts, check: Callable[[], Non
         raise
 
 
-class SavedPieces(Pieces):
+class SavedPieces:
     """The sharded tensors of a checkpoint being loaded, read on demand.
 
     Args:
         path: The checkpoint.
         content: Its content, with a placeholder for each sharded tensor; there may be none.
+        is_sharded: Whether the objects to restore hold sharded tensors.
 
     Raises:
         CheckpointError: If the file does not locate the pieces, or a file of this rank's share is
             missing or damaged.
     """
 
-    def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, content: Mapping[str, Any], is_sharded: bool) -> None:
         entry = content.get("sharded", {"folder": "", "tensors": {}})
         if entry["tensors"] and not is_folder_of(path, entry["folder"]):
             raise CheckpointError(
@@ -320,17 +299,13 @@ class SavedPieces(Pieces):
         self._folder = path.with_name(entry["folder"] or path.name)
         if self._folder.is_symlink():
             raise CheckpointError(f"Cannot read {path}: {self._folder} is a link, which no Checkpointer creates.")
-        self._writers = _files_of(layouts)
+        self._is_used = is_sharded or bool(layouts)
         self._placeholders = placeholders  # keeps them alive while their ids are used
         self._layouts: dict[int, Layout] = {}
         for name, tensor in placeholders.items():
             if name in layouts:
                 self._layouts[id(tensor)] = layouts[name]
-        self._verify()
-
-    def _verify(self) -> None:
-        """Verify the checksums of this rank's share of the files."""
-        for rank in self._writers[get_rank() :: get_world_size()]:
+        for rank in _files_of(layouts)[get_rank() :: get_world_size()]:
             path = self._folder / _name_of(rank)
             with reading_from(path), open_file(path) as file:
                 verify(file)
@@ -363,6 +338,8 @@ class SavedPieces(Pieces):
             target: The object.
             state: The state from `state_for()`.
         """
+        if not self._is_used:
+            return state
         if isinstance(target, nn.Module):
             for key, here, saved in _tensor_pairs(target, state):
                 if is_dtensor(here) or self._holds(saved):

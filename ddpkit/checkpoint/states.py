@@ -7,7 +7,7 @@ model may be wrapped differently when it is loaded.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from operator import is_
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..collectives.differences import digest
 from ..collectives.tree import is_dense, name_dtype
-from ..job.job import Peers
 from ..parallel.models import strip, unwrap_model, wrapped_paths
 from ..torch_internals import is_dtensor, module_versions, set_module_versions
 
@@ -165,48 +164,6 @@ def storage_key(tensor: Tensor) -> tuple[Any, ...]:
 def find_placeholders(name: str, state: Any) -> dict[str, Tensor]:
     """Find the tensors on the meta device in a nested state, by the paths from `take_out()`."""
     return {path: tensor for path, tensor in tensors_of(name, state) if tensor.is_meta}
-
-
-class Pieces:
-    """The pieces of a checkpoint's sharded tensors, here of one without: nothing to do. `sharded` has those of others.
-
-    Attributes:
-        folder_name: Folder of the pieces; "" if there is none.
-        mine: The pieces that this rank writes.
-        is_shared: Whether ranks other than rank 0 write something.
-    """
-
-    folder_name = ""
-    mine: Sequence[tuple[int, Tensor]] = ()
-    is_shared = False
-
-    def make_folder(self) -> None:
-        """Create the folder."""
-
-    def delete(self) -> None:
-        """Delete the folder."""
-
-    def replicated(self) -> Iterable[tuple[Peers | None, dict[str, str]]]:
-        """Iterate over the ranks that hold the same parts of tensors, with the digests of this rank's. Collective."""
-        return ()
-
-    def write(self, pieces: Sequence[tuple[int, Tensor]], check: Callable[[], None]) -> None:
-        """Write this rank's file."""
-
-    def wait_for_others(self, check: Callable[[], None]) -> None:
-        """Wait until all ranks have written their files."""
-
-    def explain_losses(self, objects: Mapping[str, Any], states: Mapping[str, Any]) -> list[str]:
-        """List the model tensors with a dtype that cannot hold the values in the files."""
-        return []
-
-    def spread(self, target: Any, state: Any) -> Any:
-        """Return a state with its tensors read, each sharded like the object's."""
-        return state
-
-    def fill(self, state: Any) -> Any:
-        """Return a nested state with its sharded tensors read, on the CPU."""
-        return state
 
 
 # States of objects, with names without wrappers.
