@@ -24,7 +24,6 @@ from .sharded import SavedPieces
 from .states import (
     Description,
     describe_object,
-    explain_loss,
     has_names,
     is_ordinary,
     module_state,
@@ -151,7 +150,7 @@ def _fitting_states(
     own = _part_of_this_rank(path, content)
     states = {**content["state"], **own.get("per_rank", {})}
     described = {**content["described"], **own.get("described", {})}
-    problems = _explain_misfits(objects, states, described) or pieces.explain_losses(objects, states)
+    problems = _explain_misfits(objects, states, described, pieces)
     if problems:
         headline = f"{path} does not fit; nothing was loaded:"
         raise CheckpointError(list_lines(headline, problems))
@@ -211,6 +210,7 @@ def _explain_misfits(
     objects: Mapping[str, Any],
     states: Mapping[str, Any],
     described: Mapping[str, Description],
+    pieces: SavedPieces,
 ) -> list[str]:
     """Explain why saved states do not fit objects; [] if they do.
 
@@ -218,6 +218,7 @@ def _explain_misfits(
         objects: The objects, by name.
         states: This rank's states and plain data, by name.
         described: `describe_object()` of the objects that the states were saved from.
+        pieces: The reader of sharded tensors in the states.
     """
     found = []
     for name, target in objects.items():
@@ -226,14 +227,14 @@ def _explain_misfits(
             found.append(f"it has no {name!r}; it has: {names}")
             continue
         if isinstance(target, nn.Module):
-            problems = _explain_module(target, states[name])
+            problems = _explain_module(target, states[name], pieces)
         else:
             problems = _explain_kind(describe_object(target), described[name])
         found += [f"{name} {problem}" for problem in problems]
     return found or _explain_conflicts(objects, states)
 
 
-def _explain_module(module: nn.Module, there: Any) -> list[str]:
+def _explain_module(module: nn.Module, there: Any, pieces: SavedPieces) -> list[str]:
     if not has_names(there):
         return [f"is a {type(there).__name__} in the checkpoint, not a model's state dict"]
     here = module_state(module)
@@ -241,11 +242,11 @@ def _explain_module(module: nn.Module, there: Any) -> list[str]:
     found += [f"has {key} in the checkpoint, not here" for key in there if key not in here]
     for key, value in here.items():  # in this order on every rank, unlike a set
         if key in there:
-            found.append(_explain_entry(key, value, there[key]))
+            found.append(_explain_entry(key, value, there[key], pieces))
     return [problem for problem in found if problem]
 
 
-def _explain_entry(key: str, here: Any, there: Any) -> str:
+def _explain_entry(key: str, here: Any, there: Any, pieces: SavedPieces) -> str:
     """Explain why one entry of a model's state does not fit; "" if it does."""
     if _shape(there) != _shape(here):
         return f"has {key} of shape {_shape(there)} in the checkpoint, {_shape(here)} here"
@@ -253,7 +254,7 @@ def _explain_entry(key: str, here: Any, there: Any) -> str:
         return ""
     if here.is_meta:
         return f"has {key} on the meta device here, which cannot hold values: call to_empty() first"
-    return explain_loss(key, there, here.dtype) if isinstance(there, Tensor) else ""
+    return pieces.explain_loss(key, here, there) if isinstance(there, Tensor) else ""
 
 
 def _shape(value: Any) -> tuple[int, ...]:

@@ -13,11 +13,11 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
@@ -31,39 +31,20 @@ from ..parallel.models import unwrap_model
 from ..torch_internals import is_dtensor
 from .files import SummedFile, open_file, reading_from, verify, write_durably, writing_into
 from .folder import is_folder_of
-from .states import explain_loss, find_placeholders, map_leaves, state_for, tensors_of
+from .states import explain_loss, find_placeholders, map_leaves, tensors_of
 
 _ALIGNMENT = 64  # bytes: each piece starts at a multiple of it
 _PAUSE = 0.02  # seconds between checks for the other ranks' files
 _PATIENCE = 300.0  # seconds without growth of a file before giving up
 _PATIENCE_AT_END = 10.0  # the same while this process exits: a rank may have been killed
 
-Box = tuple[list[int], list[int]]  # first index of a piece in each dimension, and its size
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # first index of a piece in each dimension, and its size
+Slices = tuple[slice, ...]
 Parts = Sequence[tuple[int, Tensor]]  # pieces that a rank writes: first byte in its file, and values
 
-
-class Piece(NamedTuple):
-    """A piece of a sharded tensor in a file.
-
-    Attributes:
-        offsets: Its first index in each dimension of the whole tensor.
-        sizes: Its size in each dimension.
-        file: The rank that wrote it.
-        start: Its first byte in that rank's file.
-    """
-
-    offsets: list[int]
-    sizes: list[int]
-    file: int
-    start: int
-
-
-class Layout(NamedTuple):
-    """A whole sharded tensor, and its pieces in the files."""
-
-    dtype: torch.dtype
-    shape: list[int]
-    pieces: list[Piece]
+# A whole sharded tensor as the checkpoint's file describes it: its dtype, shape and pieces. A piece has its first index
+# in each dimension, its size in each, the rank that wrote it, and its first byte in that rank's file.
+Layout = dict[str, Any]
 
 
 class WrittenPieces:
@@ -89,11 +70,11 @@ class WrittenPieces:
         self.tensors = tensors
         self._writers = _files_of(layouts)
         self.folder = path.with_name(f"{path.stem}.{described[0]['token']}")  # unique to this checkpoint
-        self.entry = {"folder": self.folder.name, "tensors": _as_plain(layouts)} if layouts else {}
+        self.entry = {"folder": self.folder.name, "tensors": layouts} if layouts else {}
         self.mine = []
         for name, layout in layouts.items():
-            own = [piece for piece in layout.pieces if piece.file == get_rank()]
-            self.mine += [(piece.start, local_part(tensors[name]).detach()) for piece in own]
+            starts = [start for _, _, rank, start in layout["pieces"] if rank == get_rank()]
+            self.mine += [(start, local_part(tensors[name]).detach()) for start in starts]
 
     def wait_for_others(self, check: Callable[[], None]) -> None:
         """Wait until the files of all ranks are on the disk; for a shorter time while this process exits.
@@ -144,7 +125,7 @@ def boxes_of(tensor: Any) -> list[Box]:
         CheckpointError: If it is not a box, or the ranks hold partial sums.
     """
     if not is_dtensor(tensor):
-        return [([0] * tensor.dim(), list(tensor.shape))]
+        return [((0,) * tensor.dim(), tuple(tensor.shape))]
     if any(placement.is_partial() for placement in tensor.placements):
         raise CheckpointError(
             f"The ranks hold partial sums, a DTensor of {tensor.placements}, not parts of a tensor: "
@@ -152,8 +133,8 @@ def boxes_of(tensor: Any) -> list[Box]:
         )
     if tensor.device_mesh.get_coordinate() is None or local_part(tensor).numel() == 0:
         return []
-    boxes = [(list(chunk.offsets), list(chunk.sizes)) for chunk in tensor.__create_chunk_list__()]
-    if [sizes for _, sizes in boxes] != [list(local_part(tensor).shape)]:
+    boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.__create_chunk_list__()]
+    if [sizes for _, sizes in boxes] != [local_part(tensor).shape]:
         raise CheckpointError(f"This rank's part of a DTensor of {tensor.placements} is not one contiguous piece.")
     return boxes
 
@@ -171,51 +152,23 @@ def lay_out(by_rank: list[dict[str, dict[str, Any]]]) -> dict[str, Layout]:
     sizes = [0] * len(by_rank)  # of the ranks' files, in bytes
     layouts = {}
     for name, first in by_rank[0].items():
-        holders: dict[tuple[Any, ...], list[int]] = {}
+        holders: dict[Box, list[int]] = {}
         for rank, tensors in enumerate(by_rank):
-            for offsets, lengths in tensors[name]["boxes"]:
-                holders.setdefault((tuple(offsets), tuple(lengths)), []).append(rank)
+            for box in tensors[name]["boxes"]:
+                holders.setdefault(box, []).append(rank)
         pieces = []
         for (offsets, lengths), ranks in holders.items():
             rank = min(ranks, key=sizes.__getitem__)
-            pieces.append(Piece(list(offsets), list(lengths), rank, sizes[rank]))
+            pieces.append([list(offsets), list(lengths), rank, sizes[rank]])
             sizes[rank] += -(-math.prod(lengths) * first["dtype"].itemsize // _ALIGNMENT) * _ALIGNMENT
-        layout = Layout(first["dtype"], first["shape"], pieces)
-        _check_complete(name, layout)
-        layouts[name] = layout
+        layouts[name] = {"dtype": first["dtype"], "shape": first["shape"], "pieces": pieces}
+        _check_pieces(name, layouts[name])
     return layouts
 
 
 def _files_of(layouts: Mapping[str, Layout]) -> list[int]:
     """Return the ranks that write a file, in increasing order."""
-    return sorted({piece.file for layout in layouts.values() for piece in layout.pieces})
-
-
-def _as_plain(layouts: Mapping[str, Layout]) -> dict[str, Any]:
-    """Convert layouts to plain data, for the file."""
-    plain = {}
-    for name, layout in layouts.items():
-        plain[name] = layout._asdict() | {"pieces": list(map(list, layout.pieces))}
-    return plain
-
-
-def _from_plain(data: Mapping[str, Any]) -> dict[str, Layout]:
-    """Convert plain data to layouts.
-
-    Raises:
-        CheckpointError: If pieces of a tensor are missing or do not belong to it.
-    """
-    layouts = {}
-    for name, entry in data.items():
-        pieces = [Piece(*piece) for piece in entry["pieces"]]
-        layout = Layout(entry["dtype"], entry["shape"], pieces)
-        lengths = {len(numbers) for piece in pieces for numbers in piece[:2]}
-        if lengths - {len(layout.shape)}:
-            problem = f"{name} has {len(layout.shape)} dimensions"
-            raise CheckpointError(f"{problem}, but its pieces have another number.")
-        _check_complete(name, layout)
-        layouts[name] = layout
-    return layouts
+    return sorted({rank for layout in layouts.values() for _, _, rank, _ in layout["pieces"]})
 
 
 def _check_alike(by_rank: list[dict[str, dict[str, Any]]]) -> None:
@@ -230,10 +183,17 @@ def _check_alike(by_rank: list[dict[str, dict[str, Any]]]) -> None:
         raise CheckpointError(list_lines(headline, lines))
 
 
-def _check_complete(name: str, layout: Layout) -> None:
-    elements = sum(math.prod(piece.sizes) for piece in layout.pieces)
-    if elements != math.prod(layout.shape):
-        problem = f"{name} has {math.prod(layout.shape)} elements"
+def _check_pieces(name: str, layout: Layout) -> None:
+    """Raise unless the pieces of a tensor have as many dimensions and elements."""
+    shape = layout["shape"]
+    elements = 0
+    for offsets, sizes, _, _ in layout["pieces"]:
+        if not len(offsets) == len(sizes) == len(shape):
+            problem = f"{name} has {len(shape)} dimensions"
+            raise CheckpointError(f"{problem}, but its pieces have another number.")
+        elements += math.prod(sizes)
+    if elements != math.prod(shape):
+        problem = f"{name} has {math.prod(shape)} elements"
         raise CheckpointError(f"{problem}, but its pieces on all ranks have {elements}.")
 
 
@@ -292,44 +252,33 @@ class SavedPieces:
                 f"Cannot read {path}: its folder of pieces does not have a name that a Checkpointer "
                 "gives. Was the file renamed?"
             )
-        layouts = _from_plain(entry["tensors"])
-        placeholders: dict[str, Tensor] = {}
-        for name, state in content["state"].items():
-            placeholders.update(find_placeholders(name, state))
+        layouts = entry["tensors"]
+        for name, layout in layouts.items():
+            _check_pieces(name, layout)
         self._folder = path.with_name(entry["folder"] or path.name)
         if self._folder.is_symlink():
             raise CheckpointError(f"Cannot read {path}: {self._folder} is a link, which no Checkpointer creates.")
         self._is_used = is_sharded or bool(layouts)
-        self._placeholders = placeholders  # keeps them alive while their ids are used
-        self._layouts: dict[int, Layout] = {}
-        for name, tensor in placeholders.items():
-            if name in layouts:
-                self._layouts[id(tensor)] = layouts[name]
+        self._layouts: dict[Tensor, Layout] = {}  # by their placeholders
+        for name, state in content["state"].items():
+            for key, tensor in find_placeholders(name, state).items():
+                if key in layouts:
+                    self._layouts[tensor] = layouts[key]
         for rank in _files_of(layouts)[get_rank() :: get_world_size()]:
             path = self._folder / _name_of(rank)
             with reading_from(path), open_file(path) as file:
                 verify(file)
 
-    def explain_losses(self, objects: Mapping[str, Any], states: Mapping[str, Any]) -> list[str]:
-        """List the model tensors with a dtype that cannot hold the values in the files.
-
-        Args:
-            objects: The objects to restore, by name.
-            states: States that fit them.
-        """
-        found = []
-        for name, target in objects.items():
-            if not isinstance(target, nn.Module):
-                continue
-            for key, here, saved in _tensor_pairs(target, state_for(target, states[name])):
-                if not self._holds(saved) or here.dtype == saved.dtype:
-                    continue
-                for _, values in self._parts(here, saved):
-                    problem = explain_loss(key, values, here.dtype)
-                    if problem:
-                        found.append(f"{name} {problem}")
-                        break
-        return found
+    def explain_loss(self, key: str, here: Tensor, saved: Tensor) -> str:
+        """Explain that a model's tensor has a dtype that cannot hold the saved values of its part; "" if it can."""
+        if not self._holds(saved):
+            return explain_loss(key, saved, here.dtype)
+        if here.dtype == saved.dtype:
+            return ""  # without reading it
+        for _, values in self._parts(here, saved):
+            if problem := explain_loss(key, values, here.dtype):
+                return problem
+        return ""
 
     def spread(self, target: Any, state: Any) -> Any:
         """Return a state with its tensors read, each sharded like the object's.
@@ -341,8 +290,10 @@ class SavedPieces:
         if not self._is_used:
             return state
         if isinstance(target, nn.Module):
-            for key, here, saved in _tensor_pairs(target, state):
-                if is_dtensor(here) or self._holds(saved):
+            for key, here in unwrap_model(target).state_dict().items():
+                saved = state[key]
+                are_tensors = isinstance(here, Tensor) and isinstance(saved, Tensor)
+                if are_tensors and (is_dtensor(here) or self._holds(saved)):
                     # in place, so that no copy is needed; it is then loaded from itself
                     self._read_into(here, saved)
                     state[key] = here
@@ -388,7 +339,7 @@ class SavedPieces:
 
     def _holds(self, saved: Any) -> bool:
         """Return whether a value of the states stands for a tensor in the files."""
-        return id(saved) in self._layouts
+        return isinstance(saved, Tensor) and saved in self._layouts
 
     @torch.no_grad()
     def _read_into(self, target: Tensor, saved: Tensor) -> None:
@@ -397,49 +348,39 @@ class SavedPieces:
         for place, values in self._parts(target, saved):
             part[place].copy_(values)
 
-    def _parts(self, target: Tensor, saved: Tensor) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+    def _parts(self, target: Tensor, saved: Tensor) -> Iterator[tuple[Slices, Tensor]]:
         """Iterate over the saved values for this rank's part of a tensor: the places in it, and the values."""
-        layout = self._layouts.get(id(saved))
-        if layout is None:
-            whole = Piece([0] * saved.dim(), list(saved.shape), -1, 0)
-            layout = Layout(saved.dtype, list(saved.shape), [whole])
-        for piece, here, there in _overlaps(layout, target):
-            values = saved if piece.file < 0 else self._read(layout.dtype, piece)
-            yield here, values[there]
+        for box in boxes_of(target):
+            if not self._holds(saved):
+                yield (), saved[_overlap(box, [0] * saved.dim(), saved.shape)[1]]
+                continue
+            layout = self._layouts[saved]
+            for offsets, sizes, rank, start in layout["pieces"]:
+                here, there = _overlap(box, offsets, sizes)
+                if all(cut.start < cut.stop for cut in here):
+                    piece = torch.empty(sizes, dtype=layout["dtype"], device="cpu")
+                    self._read(piece, rank, start)
+                    yield here, piece[there]
 
-    def _read(self, dtype: torch.dtype, piece: Piece) -> Tensor:
-        path = self._folder / _name_of(piece.file)
-        tensor = torch.empty(piece.sizes, dtype=dtype, device="cpu")
-        data = flat_bytes(tensor).numpy()
+    def _read(self, piece: Tensor, rank: int, start: int) -> None:
+        """Read a piece from a rank's file."""
+        path = self._folder / _name_of(rank)
+        data = flat_bytes(piece).numpy()
         with reading_from(path), open_file(path) as file:
-            file.seek(piece.start)
+            file.seek(start)
             if file.readinto(data.data) < len(data):
                 raise OSError("it is too short")
-        return tensor
 
 
-def _tensor_pairs(model: nn.Module, state: Mapping[str, Any]) -> list[tuple[str, Tensor, Tensor]]:
-    """Pair a model's tensors with those of a state with the same names."""
-    here = unwrap_model(model).state_dict()
-    pairs = [(key, here[key], saved) for key, saved in state.items()]
-    return [pair for pair in pairs if isinstance(pair[1], Tensor) and isinstance(pair[2], Tensor)]
-
-
-def _overlaps(
-    layout: Layout,
-    target: Tensor,
-) -> Iterable[tuple[Piece, tuple[slice, ...], tuple[slice, ...]]]:
-    """Iterate over the pieces that overlap this rank's part, with the slices in both."""
-    for offsets, sizes in boxes_of(target):
-        for piece in layout.pieces:
-            here, there = [], []
-            for mine, size, theirs, length in zip(offsets, sizes, piece.offsets, piece.sizes, strict=True):
-                first = max(mine, theirs)
-                last = min(mine + size, theirs + length)
-                here.append(slice(first - mine, last - mine))
-                there.append(slice(first - theirs, last - theirs))
-            if all(cut.start < cut.stop for cut in here):
-                yield piece, tuple(here), tuple(there)
+def _overlap(box: Box, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[Slices, Slices]:
+    """Return the slices in which a box and a piece overlap, in each of them; empty ones if they do not."""
+    here, there = [], []
+    for mine, length, theirs, size in zip(*box, offsets, sizes, strict=True):
+        first = max(mine, theirs)
+        last = min(mine + length, theirs + size)
+        here.append(slice(first - mine, last - mine))
+        there.append(slice(first - theirs, last - theirs))
+    return tuple(here), tuple(there)
 
 
 def _sizes_in(folder: Path) -> dict[str, int]:

@@ -426,6 +426,6 @@ def test_a_file_that_tells_of_pieces_wrongly_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_tensor_of_which_pieces_are_missing_is_not_saved() -> None:
-    half = {"x": {"dtype": torch.float32, "shape": [4], "boxes": [([0], [2])]}}
+    half = {"x": {"dtype": torch.float32, "shape": [4], "boxes": [((0,), (2,))]}}
     with pytest.raises(CheckpointError, match="x has 4 elements, but its pieces on all ranks have 2"):
         lay_out([half, half])
