@@ -144,7 +144,7 @@ def read(path: Path, is_mapped: bool = False) -> tuple[dict[str, Any], str]:
     Raises:
         CheckpointError: If the file was truncated or changed, holds pickled code, or has another format.
     """
-    with reading_from(path), open_file(path) as file:
+    with reading(path) as file:
         checksum = verify(file)
         file.seek(0)
         source = f"/dev/fd/{file.fileno()}" if is_mapped else file  # not the path: it may name another file by now
@@ -165,10 +165,11 @@ def _check_form(content: Any) -> None:
 
 
 @contextmanager
-def reading_from(path: Path) -> Iterator[None]:
-    """Raise a CheckpointError if the block cannot read a file."""
+def reading(path: Path) -> Iterator[io.BufferedReader]:
+    """Open a file; raise a CheckpointError if that or the block cannot read it."""
     try:
-        yield
+        with open_file(path) as file:
+            yield file
     except Exception as error:
         raise CheckpointError(f"Cannot read {path}: {_reason(error)}") from error
 

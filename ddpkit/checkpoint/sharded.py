@@ -29,7 +29,7 @@ from ..errors import CheckpointError
 from ..launch.ranks import get_rank, get_world_size
 from ..parallel.models import unwrap_model
 from ..torch_internals import is_dtensor
-from .files import SummedFile, open_file, reading_from, verify, write_durably, writing_into
+from .files import SummedFile, open_file, reading, verify, write_durably, writing_into
 from .folder import is_folder_of
 from .states import explain_loss, find_placeholders, map_leaves, tensors_of
 
@@ -266,7 +266,7 @@ class SavedPieces:
                     self._layouts[tensor] = layouts[key]
         for rank in _files_of(layouts)[get_rank() :: get_world_size()]:
             path = self._folder / _name_of(rank)
-            with reading_from(path), open_file(path) as file:
+            with reading(path) as file:
                 verify(file)
 
     def explain_loss(self, key: str, here: Tensor, saved: Tensor) -> str:
@@ -352,7 +352,8 @@ class SavedPieces:
         """Iterate over the saved values for this rank's part of a tensor: the places in it, and the values."""
         for box in boxes_of(target):
             if not self._holds(saved):
-                yield (), saved[_overlap(box, [0] * saved.dim(), saved.shape)[1]]
+                _, there = _overlap(box, [0] * saved.dim(), saved.shape)
+                yield (), saved[there]
                 continue
             layout = self._layouts[saved]
             for offsets, sizes, rank, start in layout["pieces"]:
@@ -366,7 +367,7 @@ class SavedPieces:
         """Read a piece from a rank's file."""
         path = self._folder / _name_of(rank)
         data = flat_bytes(piece).numpy()
-        with reading_from(path), open_file(path) as file:
+        with reading(path) as file:
             file.seek(start)
             if file.readinto(data.data) < len(data):
                 raise OSError("it is too short")
