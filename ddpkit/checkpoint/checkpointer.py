@@ -14,6 +14,7 @@ from ..errors import CheckpointError
 from ..job import current_job
 from ..job.lifecycle import exchange
 from ..launch.ranks import is_main_process
+from ..parallel.models import without_dtensors
 from .files import writing_into
 from .folder import (
     FolderLock,
@@ -37,7 +38,7 @@ from .saving import (
     write,
 )
 from .sharded import WrittenPieces
-from .states import has_names, unwrap
+from .states import has_names, tensors_in, unwrap
 
 _RESERVED = ("step", "score")  # keys in the result of load()
 
@@ -271,7 +272,7 @@ class Checkpointer:
                     raise TypeError(f"{problem} Leave it out: load() returns plain data.")
         check_fingerprint(fingerprint_of(call, self._compared | {"names": ", ".join(objects)}))
         objects = {name: unwrap(target) for name, target in objects.items()}
-        try_on_all(lambda: refuse_sharded(call, objects, {}))
+        try_on_all(lambda: refuse_sharded(call, without_dtensors(tensors_in(objects))))
         self._wait_for_writing()
         return objects
 

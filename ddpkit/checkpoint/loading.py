@@ -30,7 +30,7 @@ from .states import (
     path_to,
     state_for,
     storage_key,
-    tensors_of,
+    tensors_in,
 )
 
 _log = logging.getLogger(__name__)
@@ -107,8 +107,7 @@ def _read_on_all(path: Path, objects: Mapping[str, Any]) -> tuple[dict[str, Any]
         CheckpointError: On every rank, if a rank cannot read it, or it is not a checkpoint that could
             be restored.
     """
-    tensors = [tensor for name, value in objects.items() for _, tensor in tensors_of(name, value)]
-    is_sharded = any(map(is_dtensor, tensors))
+    is_sharded = any(is_dtensor(tensor) for _, tensor in tensors_in(objects))
     content, checksum = try_on_all(lambda: read(path, is_sharded))
     files = len(set(exchange(checksum)))
     if files > 1:

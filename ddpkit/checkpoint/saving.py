@@ -46,6 +46,7 @@ from .states import (
     state_of,
     storage_key,
     take_out,
+    tensors_in,
     tensors_of,
 )
 
@@ -93,21 +94,9 @@ def merge_problems(problems: list[str]) -> str:
 # What is saved: the states of all ranks, and values per rank.
 
 
-def refuse_sharded(call: str, of_all: Mapping[str, Any], of_each: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for a tensor that is sharded in a way that cannot be saved or loaded.
-
-    Args:
-        call: The call, for messages.
-        of_all: The job's objects and values, by name; they may hold DTensors.
-        of_each: The values per rank, by name; they may not.
-    """
-    tensors = []
-    for name, value in of_all.items():
-        tensors += without_dtensors(tensors_of(name, value))
-    for name, value in of_each.items():
-        tensors += tensors_of(name, value)
-    problem = explain_sharded(call, tensors)
-    if problem:
+def refuse_sharded(call: str, tensors: list[tuple[str, Any]]) -> None:
+    """Raise CheckpointError if a tensor is sharded."""
+    if problem := explain_sharded(call, tensors):
         raise CheckpointError(problem)
 
 
@@ -140,7 +129,8 @@ def collect(
     tensors: dict[str, Any] = {}  # the sharded ones, by path
 
     def take() -> tuple[dict[str, Any], bytes]:
-        refuse_sharded(_CALL, values, own)  # FSDP's state_dict() would communicate
+        # before states are taken: FSDP's state_dict() would communicate
+        refuse_sharded(_CALL, [*without_dtensors(tensors_in(values)), *tensors_in(own)])
         here = list(values) if is_main_process() else compared
         content = _take_states("state", {name: values[name] for name in here}, tensors)
         mine = _take_states("per_rank", own, None)
@@ -166,16 +156,15 @@ def collect(
 def _take_states(key: str, values: Mapping[str, Any], sharded: dict[str, Any] | None) -> dict[str, Any]:
     """Return the states of objects and their descriptions; move sharded tensors out, or raise for them."""
     states = {name: state_of(value) for name, value in values.items()}
-    tensors = list(tensors_of(key, states))
-    unsaveable = tensors if sharded is None else without_dtensors(tensors)
-    problem = explain_sharded(_CALL, unsaveable)  # shows only in the state
-    for name, tensor in reversed(tensors):
+    tensors = tensors_of(key, states)
+    for name, tensor in tensors:
         if is_lazy(tensor):
-            problem = f"Cannot save {name}: it is lazy. Call the model once first."
-        elif tensor.is_meta:
-            problem = f"Cannot save {name}: it is on the meta device and has no values. Initialise it first."
-    if problem:
-        raise CheckpointError(problem)
+            raise CheckpointError(f"Cannot save {name}: it is lazy. Call the model once first.")
+        if tensor.is_meta:
+            raise CheckpointError(
+                f"Cannot save {name}: it is on the meta device and has no values. Initialise it first."
+            )
+    refuse_sharded(_CALL, tensors if sharded is None else without_dtensors(tensors))  # some show only in the state
     found = {} if sharded is None else sharded
     return {
         key: {name: take_out(name, state, found) for name, state in states.items()},

@@ -58,6 +58,11 @@ def tensors_of(name: str, value: Any) -> list[tuple[str, Any]]:
     return [(path, leaf) for path, leaf in walk(name, value, with_plain=False) if isinstance(leaf, Tensor)]
 
 
+def tensors_in(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """List the tensors of objects and nested values, which are given by name."""
+    return [pair for name, value in values.items() for pair in tensors_of(name, value)]
+
+
 def digest_leaves(name: str, state: Any) -> dict[str, str]:
     """Digest each leaf of a nested state, by path.
 
