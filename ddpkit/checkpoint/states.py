@@ -95,32 +95,24 @@ def map_leaves(path: str, state: Any, convert: Callable[[str, Any], Any]) -> Any
     containers are not converted. Containers without changes are returned as they are.
     """
     if isinstance(state, Mapping):
-        items = {}
-        for key, value in state.items():
-            if type(value) not in _PLAIN:
-                value = map_leaves(path_to(path, key), value, convert)
-            items[_plain(key)] = value
-        return _same_mapping(state, items)
-    if type(state) not in (list, tuple):
+        items = dict(state.items())
+    elif type(state) in (list, tuple):
+        items = dict(enumerate(state))
+    else:
         return convert(path, _plain(state))
-    values = list(state)
-    for i, value in enumerate(state):
+    converted = {}
+    for key, value in items.items():
         if type(value) not in _PLAIN:
-            values[i] = map_leaves(path_to(path, i), value, convert)
-    if all(map(is_, values, state)):
+            value = map_leaves(path_to(path, key), value, convert)
+        converted[_plain(key)] = value
+    if all(map(is_, converted, items)) and all(map(is_, converted.values(), items.values())):
         return state
-    return type(state)(values)
-
-
-def _same_mapping(state: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Return a mapping like `state` with these items; `state` itself if they are its own."""
-    if all(map(is_, items, state)) and all(map(is_, items.values(), state.values())):
-        return state
+    if isinstance(state, list | tuple):
+        return type(state)(converted.values())
     if isinstance(state, OrderedDict):
-        copy = OrderedDict(items)
-        copy.__dict__.update(state.__dict__)  # torch's version metadata of a model
-        return copy
-    return items
+        converted = OrderedDict(converted)
+        converted.__dict__.update(state.__dict__)  # torch's version metadata of a model
+    return converted
 
 
 def take_out(
