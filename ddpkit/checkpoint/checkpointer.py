@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..job import current_job
 from ..job.lifecycle import exchange
 from ..launch.ranks import is_main_process
 from ..parallel.models import without_dtensors
-from .files import writing_into
+from .files import Check, writing_into
 from .folder import (
     FolderLock,
     Writing,
@@ -38,7 +38,7 @@ from .saving import (
     write,
 )
 from .sharded import WrittenPieces
-from .states import has_names, tensors_in, unwrap
+from .states import ByName, has_names, tensors_in, unwrap
 
 _RESERVED = ("step", "score")  # keys in the result of load()
 
@@ -263,7 +263,7 @@ class Checkpointer:
         objects = self._begin_load("Checkpointer.load", objects)
         return load_file(file, objects)
 
-    def _begin_load(self, call: str, objects: Mapping[str, Any]) -> dict[str, Any]:
+    def _begin_load(self, call: str, objects: ByName) -> dict[str, Any]:
         """Check the objects to restore, wait for unfinished writing, and return the objects unwrapped. Collective."""
         with raise_everywhere(call):
             for name, target in objects.items():
@@ -310,7 +310,7 @@ class Checkpointer:
         mine = (content if is_main_process() else None, pieces.mine)
         get_saved = snapshot(mine, None if wait else self._memory)
 
-        def write_it(check: Callable[[], None]) -> None:  # it keeps `self`, and so the lock, alive
+        def write_it(check: Check) -> None:  # it keeps `self`, and so the lock, alive
             write(path, get_saved(), pieces, (self.keep, self.keep_best), check)
 
         self._writing = writing
@@ -336,7 +336,7 @@ def _as_path(path: str | os.PathLike[str]) -> Path:
     return Path(path).expanduser().absolute()
 
 
-def _checked_values(per_rank: Mapping[str, Any] | None, state: Mapping[str, Any]) -> dict[str, Any]:
+def _checked_values(per_rank: Mapping[str, Any] | None, state: ByName) -> dict[str, Any]:
     """Return the values per rank, by name.
 
     Raises:

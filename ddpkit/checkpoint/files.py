@@ -12,7 +12,7 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,7 +21,9 @@ import torch
 
 from ..errors import CheckpointError
 from ..parsing import fits
-from .states import has_names, without_tensors
+from .states import ByName, has_names, without_tensors
+
+Check = Callable[[], None]  # called before each write; raises if the writing must stop
 
 FORMAT = 1  # version of a checkpoint's content
 FORMAT_WITH_PIECES = 2  # the same with sharded tensors, whose pieces are in a folder beside it
@@ -101,7 +103,7 @@ def writing_into(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{problem} Earlier checkpoints are complete.") from error
 
 
-def dump(content: Any, file: BinaryIO, check: Callable[[], None] | None = None) -> None:
+def dump(content: Any, file: BinaryIO, check: Check | None = None) -> None:
     """Write a content and its checksum to a file on the disk.
 
     Args:
@@ -121,7 +123,7 @@ def dump(content: Any, file: BinaryIO, check: Callable[[], None] | None = None) 
     summed.end()
 
 
-def check_saveable(content: Mapping[str, Any]) -> None:
+def check_saveable(content: ByName) -> None:
     """Raise CheckpointError if loading a content would need code; large tensors cost no time."""
     content = without_tensors(content)
     try:
@@ -189,7 +191,7 @@ def from_bytes(data: bytes) -> Any:
 class SummedFile:
     """A file to write to, with the CRC-32 of everything written; `check` is called before each write."""
 
-    def __init__(self, file: BinaryIO, check: Callable[[], None] | None = None) -> None:
+    def __init__(self, file: BinaryIO, check: Check | None = None) -> None:
         self.file = file
         self.check = check or (lambda: None)
         self.flush = file.flush
@@ -228,7 +230,7 @@ def _last_line(crc: int) -> bytes:
     return _MARK + b"%08x\n" % crc
 
 
-def _first_unsaveable(content: Mapping[str, Any]) -> str:
+def _first_unsaveable(content: ByName) -> str:
     """Find the first value that does not load on its own.
 
     Returns:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, describe_error, message_of, printable
-from .files import open_file, write_durably
+from .files import Check, open_file, write_durably
 
 Scores = dict[str, float | None]  # by a checkpoint's name, the last written first
 
@@ -260,7 +260,7 @@ class Writing:
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
 
-    def start(self, write: Callable[[Callable[[], None]], None]) -> None:
+    def start(self, write: Callable[[Check], None]) -> None:
         """Write this rank's part by this function, which receives one that raises if it must stop."""
         self._thread = threading.Thread(target=self._run, args=(write,), name="ddpkit-checkpoint", daemon=False)
         try:
@@ -280,7 +280,7 @@ class Writing:
             self._ended.wait()
         return self.problem
 
-    def _run(self, write: Callable[[Callable[[], None]], None]) -> None:
+    def _run(self, write: Callable[[Check], None]) -> None:
         try:
             write(self._check)
         except Exception as error:

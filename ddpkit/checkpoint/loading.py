@@ -22,6 +22,7 @@ from .files import read
 from .saving import try_on_all
 from .sharded import SavedPieces
 from .states import (
+    ByName,
     Description,
     describe_object,
     has_names,
@@ -40,11 +41,7 @@ _UNDEFINED = (
 )
 
 
-def load_first(
-    folder: Path,
-    candidates: Callable[[Path], list[str]],
-    objects: Mapping[str, Any],
-) -> dict[str, Any] | None:
+def load_first(folder: Path, candidates: Callable[[Path], list[str]], objects: ByName) -> dict[str, Any] | None:
     """Load the first checkpoint that can be read. Collective.
 
     Args:
@@ -83,7 +80,7 @@ def load_first(
     return None
 
 
-def load_file(path: Path, objects: Mapping[str, Any]) -> dict[str, Any]:
+def load_file(path: Path, objects: ByName) -> dict[str, Any]:
     """Load one checkpoint, and return the content not restored into an object. Collective.
 
     Raises:
@@ -93,7 +90,7 @@ def load_file(path: Path, objects: Mapping[str, Any]) -> dict[str, Any]:
     return _restore(path, content, pieces, objects)
 
 
-def _read_on_all(path: Path, objects: Mapping[str, Any]) -> tuple[dict[str, Any], SavedPieces]:
+def _read_on_all(path: Path, objects: ByName) -> tuple[dict[str, Any], SavedPieces]:
     """Return the content of a file that every rank reads. Collective.
 
     Args:
@@ -115,7 +112,7 @@ def _read_on_all(path: Path, objects: Mapping[str, Any]) -> tuple[dict[str, Any]
     return content, try_on_all(lambda: SavedPieces(path, content, is_sharded))
 
 
-def _restore(path: Path, content: dict[str, Any], pieces: SavedPieces, objects: Mapping[str, Any]) -> dict[str, Any]:
+def _restore(path: Path, content: dict[str, Any], pieces: SavedPieces, objects: ByName) -> dict[str, Any]:
     """Load a checkpoint's content into objects, if it fits them on all ranks. Collective.
 
     Returns:
@@ -139,12 +136,7 @@ def _restore(path: Path, content: dict[str, Any], pieces: SavedPieces, objects: 
     return result | rest
 
 
-def _fitting_states(
-    path: Path,
-    content: Mapping[str, Any],
-    pieces: SavedPieces,
-    objects: Mapping[str, Any],
-) -> dict[str, Any]:
+def _fitting_states(path: Path, content: ByName, pieces: SavedPieces, objects: ByName) -> dict[str, Any]:
     """Return this rank's states by name; raise if requested ones are missing or do not fit."""
     own = _part_of_this_rank(path, content)
     states = {**content["state"], **own.get("per_rank", {})}
@@ -156,7 +148,7 @@ def _fitting_states(
     return states
 
 
-def _part_of_this_rank(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+def _part_of_this_rank(path: Path, content: ByName) -> dict[str, Any]:
     """Return this rank's own values in a checkpoint; {} if it holds no values per rank."""
     parts: list[dict[str, Any]] = content.get("per_rank") or []
     if not parts:
@@ -172,8 +164,8 @@ def _part_of_this_rank(path: Path, content: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _load_into_all(
-    objects: Mapping[str, Any],
-    states: Mapping[str, Any],
+    objects: ByName,
+    states: ByName,
     pieces: SavedPieces,
     rng_states: list[dict[str, Any]],
 ) -> None:
@@ -205,12 +197,7 @@ def _warn_of_scales(name: str, here: list[Any], saved: list[Any]) -> None:
 # Check that saved states fit objects: all problems are found before anything loads.
 
 
-def _explain_misfits(
-    objects: Mapping[str, Any],
-    states: Mapping[str, Any],
-    described: Mapping[str, Description],
-    pieces: SavedPieces,
-) -> list[str]:
+def _explain_misfits(objects: ByName, states: ByName, described: ByName, pieces: SavedPieces) -> list[str]:
     """Explain why saved states do not fit objects; [] if they do.
 
     Args:
@@ -281,7 +268,7 @@ def _explain_kind(here: Description, there: Description) -> list[str]:
 # Different saved tensors for the same memory: the last one loaded would win.
 
 
-def _explain_conflicts(objects: Mapping[str, Any], states: Mapping[str, Any]) -> list[str]:
+def _explain_conflicts(objects: ByName, states: ByName) -> list[str]:
     """List saved tensors that differ but would be loaded into the same memory."""
     found = []
     firsts: dict[Any, tuple[str, Tensor]] = {}  # by their storage here

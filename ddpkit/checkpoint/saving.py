@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -29,6 +29,7 @@ from ..parallel.replicas import gather_unless_equal, replicated_parts
 from .files import (
     FORMAT,
     FORMAT_WITH_PIECES,
+    Check,
     check_saveable,
     dump,
     from_bytes,
@@ -39,6 +40,7 @@ from .files import (
 from .folder import explain, list_and_prune
 from .sharded import Parts, WrittenPieces, describe_parts, write_pieces
 from .states import (
+    ByName,
     describe_object,
     digest_leaves,
     is_ordinary,
@@ -104,8 +106,8 @@ def collect(
     path: Path,
     step: int,
     score: float | None,
-    values: Mapping[str, Any],
-    own: Mapping[str, Any],
+    values: ByName,
+    own: ByName,
 ) -> tuple[dict[str, Any], WrittenPieces]:
     """Collect what the ranks write: the content of the checkpoint, which rank 0 writes, and their pieces. Collective.
 
@@ -153,7 +155,7 @@ def collect(
     return content, pieces
 
 
-def _take_states(key: str, values: Mapping[str, Any], sharded: dict[str, Any] | None) -> dict[str, Any]:
+def _take_states(key: str, values: ByName, sharded: dict[str, Any] | None) -> dict[str, Any]:
     """Return the states of objects and their descriptions; move sharded tensors out, or raise for them."""
     states = {name: state_of(value) for name, value in values.items()}
     tensors = tensors_of(key, states)
@@ -175,7 +177,7 @@ def _take_states(key: str, values: Mapping[str, Any], sharded: dict[str, Any] | 
 # Compare the ranks' states before rank 0's are saved for all.
 
 
-def _check_equal(values: Mapping[str, Any], states: Mapping[str, Any], pieces: WrittenPieces) -> None:
+def _check_equal(values: ByName, states: ByName, pieces: WrittenPieces) -> None:
     """Raise on every rank unless all ranks would write the same states. Collective.
 
     Args:
@@ -287,7 +289,7 @@ def write(
     saved: tuple[dict[str, Any] | None, Parts],
     pieces: WrittenPieces,
     keep: tuple[int, int],
-    check: Callable[[], None],
+    check: Check,
 ) -> None:
     """Write this rank's part; on rank 0 list the checkpoint and delete those that are not kept.
 

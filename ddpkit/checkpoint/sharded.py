@@ -13,7 +13,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -29,9 +29,9 @@ from ..errors import CheckpointError
 from ..launch.ranks import get_rank, get_world_size
 from ..parallel.models import unwrap_model
 from ..torch_internals import is_dtensor
-from .files import SummedFile, open_file, reading, verify, write_durably, writing_into
+from .files import Check, SummedFile, open_file, reading, verify, write_durably, writing_into
 from .folder import is_folder_of
-from .states import explain_loss, find_placeholders, map_leaves, tensors_of
+from .states import ByName, explain_loss, find_placeholders, map_leaves, tensors_of
 
 _ALIGNMENT = 64  # bytes: each piece starts at a multiple of it
 _PAUSE = 0.02  # seconds between checks for the other ranks' files
@@ -65,7 +65,7 @@ class WrittenPieces:
         CheckpointError: On every rank, if ranks hold different tensors, or pieces of one are missing.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, Any], described: list[dict[str, Any]]) -> None:
+    def __init__(self, path: Path, tensors: ByName, described: list[dict[str, Any]]) -> None:
         layouts = lay_out([each["tensors"] for each in described])
         self.tensors = tensors
         self._writers = _files_of(layouts)
@@ -76,7 +76,7 @@ class WrittenPieces:
             starts = [start for _, _, rank, start in layout["pieces"] if rank == get_rank()]
             self.mine += [(start, local_part(tensors[name]).detach()) for start in starts]
 
-    def wait_for_others(self, check: Callable[[], None]) -> None:
+    def wait_for_others(self, check: Check) -> None:
         """Wait until the files of all ranks are on the disk; for a shorter time while this process exits.
 
         Args:
@@ -108,7 +108,7 @@ class WrittenPieces:
             time.sleep(_PAUSE)
 
 
-def describe_parts(tensors: Mapping[str, Any]) -> dict[str, Any]:
+def describe_parts(tensors: ByName) -> dict[str, Any]:
     """Describe this rank's parts of sharded tensors, in plain data for the other ranks."""
     found = {}
     for name, tensor in tensors.items():
@@ -197,7 +197,7 @@ def _check_pieces(name: str, layout: Layout) -> None:
         raise CheckpointError(f"{problem}, but its pieces on all ranks have {elements}.")
 
 
-def write_pieces(folder: Path, rank: int, pieces: Parts, check: Callable[[], None] | None = None) -> None:
+def write_pieces(folder: Path, rank: int, pieces: Parts, check: Check | None = None) -> None:
     """Write a rank's file; it gets its name once it is on the disk.
 
     Args:
@@ -245,7 +245,7 @@ class SavedPieces:
             missing or damaged.
     """
 
-    def __init__(self, path: Path, content: Mapping[str, Any], is_sharded: bool) -> None:
+    def __init__(self, path: Path, content: ByName, is_sharded: bool) -> None:
         entry = content.get("sharded", {"folder": "", "tensors": {}})
         if entry["tensors"] and not is_folder_of(path, entry["folder"]):
             raise CheckpointError(

@@ -22,6 +22,7 @@ from ..collectives.tree import is_dense, name_dtype
 from ..parallel.models import strip, unwrap_model, wrapped_paths
 from ..torch_internals import is_dtensor, module_versions, set_module_versions
 
+ByName = Mapping[str, Any]  # objects, values or their states
 Description = tuple[str, list[list[tuple[int, ...]]]]  # of an object: see `describe_object()`
 
 # Nested values: what they hold, by path. Only exact lists and tuples can be rebuilt; other kinds are leaves then.
@@ -58,7 +59,7 @@ def tensors_of(name: str, value: Any) -> list[tuple[str, Any]]:
     return [(path, leaf) for path, leaf in walk(name, value, with_plain=False) if isinstance(leaf, Tensor)]
 
 
-def tensors_in(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def tensors_in(values: ByName) -> list[tuple[str, Any]]:
     """List the tensors of objects and nested values, which are given by name."""
     return [pair for name, value in values.items() for pair in tensors_of(name, value)]
 
@@ -115,12 +116,7 @@ def map_leaves(path: str, state: Any, convert: Callable[[str, Any], Any]) -> Any
     return converted
 
 
-def take_out(
-    name: str,
-    state: Any,
-    found: dict[str, Any],
-    is_wanted: Callable[[Any], bool] = is_dtensor,
-) -> Any:
+def take_out(name: str, state: Any, found: dict[str, Any], is_wanted: Callable[[Any], bool] = is_dtensor) -> Any:
     """Return a nested state with some tensors replaced by empty ones on the meta device.
 
     Args:
