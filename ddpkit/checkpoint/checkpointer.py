@@ -291,7 +291,6 @@ class Checkpointer:
                     "each would delete the other's. Give each its own folder."
                 )
             self._lock.writers.add(self)
-            finish_writing(self.folder)  # of another Checkpointer
             delete_left_overs(self.folder)
             if pieces.entry:
                 pieces.folder.mkdir()

@@ -106,9 +106,8 @@ def list_and_prune(path: Path, score: float | None, keep: int, keep_best: int, p
     """
     folder = path.parent
     try:
-        former = _read_list(folder)
-        former.pop(path.name, None)
-        listed: Scores = {path.name: score, **former}
+        listed: Scores = {path.name: score, **_read_list(folder)}
+        listed[path.name] = score  # not that of a former file
         last = list(listed)[:keep]
         best = _rank_by_score(listed)[:keep_best]
         kept = [name for name in listed if name in last or name in best]
@@ -191,7 +190,7 @@ def lock_folder(folder: Path) -> FolderLock:
     return lock
 
 
-def finish_writing(folder: Path, writing: Writing | None = None) -> str:
+def finish_writing(folder: Path, writing: Writing | None) -> str:
     """Wait until this process writes no checkpoint into a folder; return the error of the last one."""
     lock = _locks.get(os.path.realpath(folder))
     if lock is not None and lock.writing is not None:

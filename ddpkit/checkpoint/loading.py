@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +59,8 @@ def load_first(folder: Path, candidates: Callable[[Path], list[str]], objects: B
     reasons: dict[str, str] = {}  # why those tried cannot be read
 
     def choose() -> str:
-        if is_main_process():
-            for name in candidates(folder):  # again each time: another job may save and delete
-                if name not in reasons:
-                    return name
-        return ""
+        names = candidates(folder) if is_main_process() else []  # again each time: another job may save and delete
+        return next((name for name in names if name not in reasons), "")
 
     while name := exchange(try_on_all(choose))[0]:
         try:
@@ -249,16 +246,19 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 def _explain_kind(here: Description, there: Description) -> list[str]:
     """Explain why the state of an optimizer or scheduler does not fit another one; [] if it does."""
-    if not there[0] or not here[0]:  # such as a state dict saved as plain data
+    kind, groups = here
+    saved_kind, saved_groups = there
+    if not kind or not saved_kind:  # such as a state dict saved as plain data
         return []
-    wrapped = (f"Fabric{here[0]}", "AcceleratedOptimizer")  # of checkpoints from before wrappers were removed
-    if there[0] not in (here[0], *wrapped):
-        return [f"is {there[0]} in the checkpoint, {here[0]} here"]
-    sizes, saved_sizes = ([len(group) for group in shapes] for shapes in (here[1], there[1]))
+    wrapped = (f"Fabric{kind}", "AcceleratedOptimizer")  # of checkpoints from before wrappers were removed
+    if saved_kind not in (kind, *wrapped):
+        return [f"is {saved_kind} in the checkpoint, {kind} here"]
+    sizes = list(map(len, groups))
+    saved_sizes = list(map(len, saved_groups))
     if sizes != saved_sizes:
         return [f"has groups of {saved_sizes} tensors in the checkpoint, of {sizes} here"]
     found = []
-    for index, (group, saved_group) in enumerate(zip(here[1], there[1], strict=True)):
+    for index, (group, saved_group) in enumerate(zip(groups, saved_groups, strict=True)):
         for i, (shape, saved) in enumerate(zip(group, saved_group, strict=True)):
             if shape != saved:
                 found.append(f"has tensor {i} of group {index} of shape {saved} in the checkpoint, {shape} here")
@@ -272,9 +272,9 @@ def _explain_conflicts(objects: ByName, states: ByName) -> list[str]:
     """List saved tensors that differ but would be loaded into the same memory."""
     found = []
     firsts: dict[Any, tuple[str, Tensor]] = {}  # by their storage here
-    models = {name: target for name, target in objects.items() if isinstance(target, nn.Module)}
-    for name, module in models.items():
-        for key, here in module_state(module).items():
+    for name, target in objects.items():
+        state = module_state(target) if isinstance(target, nn.Module) else {}
+        for key, here in state.items():
             there = states[name][key]
             if not is_ordinary(here) or there.is_meta:
                 continue

@@ -121,10 +121,10 @@ def collect(
     Raises:
         CheckpointError: On every rank, if some states cannot be saved, or differ between ranks.
     """
-    compared = []
+    compared = {}  # what all ranks have
     for name, value in values.items():
         if not isinstance(value, Optimizer) or not hasattr(value, "consolidate_state_dict"):
-            compared.append(name)
+            compared[name] = value
             continue
         with current_job.peer_errors():
             value.consolidate_state_dict(to=0)  # like ZeroRedundancyOptimizer: only rank 0 has all of it
@@ -133,9 +133,8 @@ def collect(
     def take() -> tuple[dict[str, Any], bytes]:
         # before states are taken: FSDP's state_dict() would communicate
         refuse_sharded(_CALL, [*without_dtensors(tensors_in(values)), *tensors_in(own)])
-        here = list(values) if is_main_process() else compared
-        content = _take_states("state", {name: values[name] for name in here}, tensors)
-        mine = _take_states("per_rank", own, None)
+        content = _take_states("state", values if is_main_process() else compared, tensors)
+        mine = _take_states("per_rank", own, {})
         check_saveable({"state": content["state"], "per_rank": mine["per_rank"]})
         mine["rng"] = get_rng_state()
         mine["sharded"] = describe_parts(tensors)
@@ -151,12 +150,12 @@ def collect(
     if pieces.entry:
         content["format"] = FORMAT_WITH_PIECES
         content["sharded"] = pieces.entry
-    _check_equal({name: values[name] for name in compared}, content["state"], pieces)
+    _check_equal(compared, content["state"], pieces)
     return content, pieces
 
 
-def _take_states(key: str, values: ByName, sharded: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the states of objects and their descriptions; move sharded tensors out, or raise for them."""
+def _take_states(key: str, values: ByName, sharded: dict[str, Any]) -> dict[str, Any]:
+    """Return the states of objects and their descriptions; move DTensors out, or raise for those of one rank."""
     states = {name: state_of(value) for name, value in values.items()}
     tensors = tensors_of(key, states)
     for name, tensor in tensors:
@@ -166,10 +165,9 @@ def _take_states(key: str, values: ByName, sharded: dict[str, Any] | None) -> di
             raise CheckpointError(
                 f"Cannot save {name}: it is on the meta device and has no values. Initialise it first."
             )
-    refuse_sharded(_CALL, tensors if sharded is None else without_dtensors(tensors))  # some show only in the state
-    found = {} if sharded is None else sharded
+    refuse_sharded(_CALL, without_dtensors(tensors) if key == "state" else tensors)  # some show only in the state
     return {
-        key: {name: take_out(name, state, found) for name, state in states.items()},
+        key: {name: take_out(name, state, sharded) for name, state in states.items()},
         "described": {name: describe_object(value) for name, value in values.items()},
     }
 

@@ -31,7 +31,7 @@ from ..parallel.models import unwrap_model
 from ..torch_internals import is_dtensor
 from .files import Check, SummedFile, open_file, reading, verify, write_durably, writing_into
 from .folder import is_folder_of
-from .states import ByName, explain_loss, find_placeholders, map_leaves, tensors_of
+from .states import ByName, explain_loss, map_leaves, tensors_in, tensors_of
 
 _ALIGNMENT = 64  # bytes: each piece starts at a multiple of it
 _PAUSE = 0.02  # seconds between checks for the other ranks' files
@@ -246,24 +246,23 @@ class SavedPieces:
     """
 
     def __init__(self, path: Path, content: ByName, is_sharded: bool) -> None:
-        entry = content.get("sharded", {"folder": "", "tensors": {}})
-        if entry["tensors"] and not is_folder_of(path, entry["folder"]):
+        entry = content.get("sharded", {"folder": path.name, "tensors": {}})
+        layouts = entry["tensors"]
+        if layouts and not is_folder_of(path, entry["folder"]):
             raise CheckpointError(
                 f"Cannot read {path}: its folder of pieces does not have a name that a Checkpointer "
                 "gives. Was the file renamed?"
             )
-        layouts = entry["tensors"]
         for name, layout in layouts.items():
             _check_pieces(name, layout)
-        self._folder = path.with_name(entry["folder"] or path.name)
+        self._folder = path.with_name(entry["folder"])
         if self._folder.is_symlink():
             raise CheckpointError(f"Cannot read {path}: {self._folder} is a link, which no Checkpointer creates.")
         self._is_used = is_sharded or bool(layouts)
         self._layouts: dict[Tensor, Layout] = {}  # by their placeholders
-        for name, state in content["state"].items():
-            for key, tensor in find_placeholders(name, state).items():
-                if key in layouts:
-                    self._layouts[tensor] = layouts[key]
+        for name, tensor in tensors_in(content["state"]):
+            if tensor.is_meta and name in layouts:
+                self._layouts[tensor] = layouts[name]
         for rank in _files_of(layouts)[get_rank() :: get_world_size()]:
             path = self._folder / _name_of(rank)
             with reading(path) as file:

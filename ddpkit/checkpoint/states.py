@@ -154,11 +154,6 @@ def storage_key(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), type(tensor)
 
 
-def find_placeholders(name: str, state: Any) -> dict[str, Tensor]:
-    """Find the tensors on the meta device in a nested state, by the paths from `take_out()`."""
-    return {path: tensor for path, tensor in tensors_of(name, state) if tensor.is_meta}
-
-
 # States of objects, with names without wrappers.
 
 _WRAPPING = {"accelerate": ("optimizer", "scheduler"), "lightning_fabric": ("optimizer",), "lightning": ("optimizer",)}

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..checkpoint.files import check_saveable, from_bytes, to_bytes
-from ..checkpoint.states import find_placeholders, take_out, tensors_of
+from ..checkpoint.states import take_out, tensors_of
 from ..collectives.consistency import raise_everywhere
 from ..collectives.differences import explain_sharded
 from ..collectives.transfer import broadcast_bytes, broadcast_tensor
@@ -150,7 +150,7 @@ def share_data(mine: Any, src: int) -> Any:
             broadcast_tensor(flat_bytes(tensor), src)
         return mine
     given, on_cpu = from_bytes(data)
-    placeholders = list(find_placeholders("states", given).values())
+    placeholders = [tensor for _, tensor in tensors_of("states", given) if tensor.is_meta]
     size = sum(tensor.nbytes for tensor in placeholders)
     if size > most:
         raise LaunchError(f"Rank {src} sends states of {size} bytes, but this job's have at most {most}.")
