@@ -31,7 +31,7 @@ from .loading import load_file, load_first
 from .saving import (
     Memory,
     collect,
-    merge_problems,
+    raise_problems,
     refuse_sharded,
     snapshot,
     try_on_all,
@@ -80,13 +80,7 @@ class Checkpointer:
         [100, 200]
     """
 
-    def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        keep: int = 3,
-        keep_best: int = 0,
-    ) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, keep: int = 3, keep_best: int = 0) -> None:
         self.folder = _as_path(folder)
         is_relative = not Path(folder).expanduser().is_absolute()
         self._compared = {"folder (pass an absolute path)": f"{self.folder}"} if is_relative else {}  # by the ranks
@@ -178,7 +172,7 @@ class Checkpointer:
         self._wait_for_writing()
         path = self.folder / name_of(step)
         state = {name: unwrap(value) for name, value in state.items()}
-        content, pieces = collect(path, step, score, state, own)
+        content, pieces = collect(path, score, state, own)
         try_on_all(lambda: self._prepare_folder(pieces))
         doing = "" if wait else f"Saving step {step} without waiting failed: "
         writing = Writing(doing, is_shared=bool(pieces.entry))
@@ -295,26 +289,19 @@ class Checkpointer:
             if pieces.entry:
                 pieces.folder.mkdir()
 
-    def _start_writing(
-        self,
-        writing: Writing,
-        path: Path,
-        content: dict[str, Any],
-        pieces: WrittenPieces,
-        wait: bool,
-    ) -> None:
+    def _start_writing(self, writing: Writing, path: Path, content: ByName, pieces: WrittenPieces, wait: bool) -> None:
         """Start a thread that writes this rank's part; from a copy if nobody waits for it."""
         if not (is_main_process() or pieces.entry):
             return
         mine = (content if is_main_process() else None, pieces.mine)
+        self._writing = writing  # also if the copy fails: the other ranks have one
+        if self._lock is not None:
+            self._lock.writing = writing
         get_saved = snapshot(mine, None if wait else self._memory)
 
         def write_it(check: Check) -> None:  # it keeps `self`, and so the lock, alive
             write(path, get_saved(), pieces, (self.keep, self.keep_best), check)
 
-        self._writing = writing
-        if self._lock is not None:
-            self._lock.writing = writing
         writing.start(write_it)
 
     def _wait_for_writing(self) -> None:
@@ -326,8 +313,7 @@ class Checkpointer:
         problems = [run_on_main(lambda: finish_writing(self.folder, writing))]
         if writing is not None and writing.is_shared:
             problems = exchange(writing.problem)
-        if any(problems):
-            raise CheckpointError(merge_problems(problems))
+        raise_problems(problems)
 
 
 def _as_path(path: str | os.PathLike[str]) -> Path:

@@ -23,7 +23,7 @@ from ..errors import CheckpointError, PeerError
 from ..job import current_job, lifecycle
 from ..job.job import Peers
 from ..job.lifecycle import exchange
-from ..launch.ranks import get_rank, is_main_process
+from ..launch.ranks import is_main_process
 from ..parallel.models import strip, without_dtensors, wrapped_paths
 from ..parallel.replicas import gather_unless_equal, replicated_parts
 from .files import (
@@ -37,7 +37,7 @@ from .files import (
     write_durably,
     writing_into,
 )
-from .folder import explain, list_and_prune
+from .folder import explain, list_and_prune, step_of
 from .sharded import Parts, WrittenPieces, describe_parts, write_pieces
 from .states import (
     ByName,
@@ -80,17 +80,15 @@ def try_on_all(fn: Callable[[], T], doing: str = "") -> T:
     except Exception as error:
         problem = explain(error, doing)
         cause = error
-    problems = exchange(problem)
-    if any(problems):
-        raise CheckpointError(merge_problems(problems)) from cause
+    raise_problems(exchange(problem), cause)
     return value
 
 
-def merge_problems(problems: list[str]) -> str:
-    """Join the ranks' problems into one text; once if all ranks have the same."""
-    if len(set(problems)) == 1:
-        return problems[0]
-    return "\n".join(f"Rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem)
+def raise_problems(problems: list[str], cause: Exception | None = None) -> None:
+    """Raise a CheckpointError with the ranks' problems if any has one; with one text if all have the same."""
+    text = "\n".join(f"Rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem)
+    if text:
+        raise CheckpointError(problems[0] if len(set(problems)) == 1 else text) from cause
 
 
 # What is saved: the states of all ranks, and values per rank.
@@ -102,18 +100,11 @@ def refuse_sharded(call: str, tensors: list[tuple[str, Any]]) -> None:
         raise CheckpointError(problem)
 
 
-def collect(
-    path: Path,
-    step: int,
-    score: float | None,
-    values: ByName,
-    own: ByName,
-) -> tuple[dict[str, Any], WrittenPieces]:
+def collect(path: Path, score: float | None, values: ByName, own: ByName) -> tuple[dict[str, Any], WrittenPieces]:
     """Collect what the ranks write: the content of the checkpoint, which rank 0 writes, and their pieces. Collective.
 
     Args:
         path: The file to write.
-        step: Optimiser steps done.
         score: Quality of the checkpoint, if known.
         values: Objects and values that are saved for rank 0 only, by name.
         own: Values that are saved for each rank, by name.
@@ -138,7 +129,7 @@ def collect(
         check_saveable({"state": content["state"], "per_rank": mine["per_rank"]})
         mine["rng"] = get_rng_state()
         mine["sharded"] = describe_parts(tensors)
-        return {"format": FORMAT, "step": step, "score": score, **content}, to_bytes(mine)
+        return {"format": FORMAT, "step": step_of(path.name), "score": score, **content}, to_bytes(mine)
 
     content, mine = try_on_all(take)
     parts = [from_bytes(data) for data in all_gather_object(mine)]
@@ -194,12 +185,11 @@ def _check_equal(values: ByName, states: ByName, pieces: WrittenPieces) -> None:
         for buffer in _broadcast_buffers(value):
             digests.pop(path_to(name, buffer), None)
     problem = _explain_differences(dict(sorted(digests.items())), None)
-    if pieces.entry and not problem:
+    raise_problems([problem])
+    if pieces.entry:
         for group, parts in replicated_parts(pieces.tensors).items():  # in each, whatever was found so far
             problem = _explain_differences(parts, peers_of(group)) or problem
-        problem = merge_problems(exchange(problem))
-    if problem:
-        raise CheckpointError(problem)
+        raise_problems(exchange(problem))
 
 
 def _explain_differences(digests: dict[str, str], peers: Peers | None) -> str:
@@ -309,7 +299,7 @@ def write(
         if content is not None:
             undo.callback(shutil.rmtree, pieces.folder, ignore_errors=True)
         if mine:
-            write_pieces(pieces.folder, get_rank(), mine, check)
+            write_pieces(pieces.folder, pieces.rank, mine, check)
         if content is None:
             return
         with writing_into(path.parent):

@@ -57,6 +57,7 @@ class WrittenPieces:
 
     Attributes:
         tensors: This rank's tensors, by path.
+        rank: This rank.
         entry: Their description in the checkpoint's file; {} if there are none.
         folder: Folder of all ranks' files.
         mine: The pieces that this rank writes.
@@ -68,12 +69,13 @@ class WrittenPieces:
     def __init__(self, path: Path, tensors: ByName, described: list[dict[str, Any]]) -> None:
         layouts = lay_out([each["tensors"] for each in described])
         self.tensors = tensors
+        self.rank = get_rank()  # the job may have ended when the pieces are written
         self._writers = _files_of(layouts)
         self.folder = path.with_name(f"{path.stem}.{described[0]['token']}")  # unique to this checkpoint
         self.entry = {"folder": self.folder.name, "tensors": layouts} if layouts else {}
         self.mine = []
         for name, layout in layouts.items():
-            starts = [start for _, _, rank, start in layout["pieces"] if rank == get_rank()]
+            starts = [start for _, _, rank, start in layout["pieces"] if rank == self.rank]
             self.mine += [(start, local_part(tensors[name]).detach()) for start in starts]
 
     def wait_for_others(self, check: Check) -> None:
