@@ -160,12 +160,7 @@ def _part_of_this_rank(path: Path, content: ByName) -> dict[str, Any]:
     return parts[get_rank()]
 
 
-def _load_into_all(
-    objects: ByName,
-    states: ByName,
-    pieces: SavedPieces,
-    rng_states: list[dict[str, Any]],
-) -> None:
+def _load_into_all(objects: ByName, states: ByName, pieces: SavedPieces, rng_states: list[dict[str, Any]]) -> None:
     """Load states into objects that they fit, and restore the random number generators."""
     for name, target in objects.items():
         scales = _scales_of(target)

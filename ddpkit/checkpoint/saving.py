@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -127,14 +126,13 @@ def collect(path: Path, score: float | None, values: ByName, own: ByName) -> tup
         content = _take_states("state", values if is_main_process() else compared, tensors)
         mine = _take_states("per_rank", own, {})
         check_saveable({"state": content["state"], "per_rank": mine["per_rank"]})
-        mine["rng"] = get_rng_state()
-        mine["sharded"] = describe_parts(tensors)
-        return {"format": FORMAT, "step": step_of(path.name), "score": score, **content}, to_bytes(mine)
+        data = to_bytes([mine, get_rng_state(), describe_parts(tensors)])
+        return {"format": FORMAT, "step": step_of(path.name), "score": score, **content}, data
 
-    content, mine = try_on_all(take)
-    parts = [from_bytes(data) for data in all_gather_object(mine)]
-    content["rng"] = [part.pop("rng") for part in parts]
-    described = [part.pop("sharded") for part in parts]
+    content, data = try_on_all(take)
+    by_rank = map(from_bytes, all_gather_object(data))
+    parts, rng_states, described = map(list, zip(*by_rank, strict=True))
+    content["rng"] = rng_states
     if own:
         content["per_rank"] = parts
     pieces = WrittenPieces(path, tensors, described)
@@ -295,14 +293,15 @@ def write(
         if pieces.entry:
             pieces.wait_for_others(check)
 
-    with ExitStack() as undo:
-        if content is not None:
-            undo.callback(shutil.rmtree, pieces.folder, ignore_errors=True)
+    try:
         if mine:
             write_pieces(pieces.folder, pieces.rank, mine, check)
         if content is None:
             return
         with writing_into(path.parent):
             write_durably(path, write_content)
-        undo.pop_all()
+    except BaseException:
+        if content is not None:
+            shutil.rmtree(pieces.folder, ignore_errors=True)
+        raise
     list_and_prune(path, content["score"], *keep, pieces.folder.name)
