@@ -263,6 +263,31 @@ def test_a_rank_that_cannot_write_its_part_is_named_on_every_rank(tmp_path: Path
         assert "rank-0.bin" in said[1] and "No space left" in said[1], said
 
 
+def save_without_memory_for_the_copy(folder: str) -> list[str]:
+    def fail(*_: object) -> None:
+        raise MemoryError("no memory for the copy")
+
+    checkpoints, said = Checkpointer(folder), []
+    model, _ = make_run("sharded")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ddpkit.checkpoint.sharded._PATIENCE", 0.2)
+        for _ in range(2):
+            with pytest.MonkeyPatch.context() as once, pytest.raises(CheckpointError) as raised:
+                if ddpkit.get_rank() == 1 and not said:
+                    once.setattr("ddpkit.checkpoint.checkpointer.snapshot", fail)
+                checkpoints.save(1, model=model, wait=False)
+            said.append(str(raised.value))
+    checkpoints.save(2, model=model)
+    assert checkpoints.steps() == [2]
+    return said
+
+
+def test_a_rank_that_cannot_copy_its_part_leaves_the_ranks_alike(tmp_path: Path) -> None:
+    for first, second in on_ranks(save_without_memory_for_the_copy, 2, str(tmp_path)):
+        assert "Rank 1: MemoryError: no memory for the copy" in first
+        assert "Saving step 1 without waiting failed: Not saved: rank 1 wrote nothing into" in second
+
+
 def keep_some(folder: str) -> list[list[str]]:
     def entries() -> list[str]:
         ddpkit.barrier()
