@@ -94,15 +94,14 @@ def add_up(fingerprint: str, numbers: Sequence[float] | Numbers, peers: Peers | 
     return reduce_in_place(sums, peers=peers).cpu().numpy()
 
 
-def reduce_in_place(buffer: Tensor, greatest: bool = False, peers: Peers | None = None) -> Tensor:
-    """Reduce a tensor in place, on every rank, to its sum or maximum; return it. Collective.
+def reduce_in_place(buffer: Tensor, op: str = "sum", peers: Peers | None = None) -> Tensor:
+    """Reduce a tensor in place, on every rank, to its "sum", "min" or "max"; return it. Collective.
 
     Never AVG: gloo lacks it, or it is wrong or raises, depending on torch's version and the dtype.
     """
     if current_job.has_peers() and buffer.numel():
-        op = dist.ReduceOp.MAX if greatest else dist.ReduceOp.SUM
         with current_job.peer_errors():
-            dist.all_reduce(buffer, op, group=group_of(peers))
+            dist.all_reduce(buffer, getattr(dist.ReduceOp, op.upper()), group=group_of(peers))
     return buffer
 
 
