@@ -26,7 +26,7 @@ from .consistency import (
     raise_everywhere,
     reduce_in_place,
 )
-from .tree import Leaf, concatenate, describe
+from .tree import Leaf, Reducible, concatenate
 
 OPS = ("sum", "mean", "min", "max")
 _EXTREMES = ("min", "max")
@@ -50,13 +50,13 @@ def reduce_tree(
             raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}.")
         if weight is not None:
             weight = _as_float(weight)
-        reducible = describe(call, value)
-        leaves = reducible.leaves
+        reducible = Reducible(call, value)
+        leaves = reducible.values
         if op != "mean":
             _check_ints(leaves, op, world_size)
     if world_size > 1:
         is_checked = check or weight is not None
-        plan = _make_plan(call, op, is_checked, tuple(reducible.tree.paths), tuple(reducible.parts))
+        plan = _make_plan(call, op, is_checked, tuple(reducible.paths), tuple(reducible.parts))
         results = _reduce(leaves, plan, op, weight, world_size, peers)
     elif weight == 0:
         raise _no_weight()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -142,13 +142,8 @@ def _leaf_of(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -
 IsLeaf = Callable[[Any], bool]
 
 
-def is_tensor(value: Any) -> bool:
-    """Return whether a value is a tensor: where a tree of tensors ends."""
-    return isinstance(value, Tensor)
-
-
 def is_value(value: Any) -> bool:
-    """Return whether a value is a number, an array or a tensor: where a tree that can be reduced ends."""
+    """Return whether a value is a number, an array or a tensor: where a tree ends."""
     return isinstance(value, (float, int, Tensor, np.ndarray, np.generic))
 
 
@@ -165,31 +160,29 @@ class Tree:
         parts: What is there: a `Container` before all that is in it, and leaves as they are.
     """
 
-    def __init__(self, value: Any, is_leaf: IsLeaf = is_tensor, path: str = "value") -> None:
+    def __init__(self, value: Any, is_leaf: IsLeaf = is_value, path: str = "value") -> None:
         self.paths: list[str] = []
         self.parts: list[Any] = []
-        self._containers: list[tuple[Any, list[bool]]] = []  # each with which of its children are containers
-        self._is_container = self._add(value, is_leaf, path)
+        self._containers: list[tuple[Any, int]] = []  # each with the number of its children
+        self._add(value, is_leaf, path)
 
-    def _add(self, value: Any, is_leaf: IsLeaf, path: str) -> bool:
-        """Add a value and all that is in it; return whether it is a container."""
+    def _add(self, value: Any, is_leaf: IsLeaf, path: str) -> None:
+        """Add a value and all that is in it."""
         taken = None if is_leaf(value) else _take_apart(value)
         self.paths.append(path)
         if taken is None:
             self.parts.append(value)
-            return False
+            return
         kind, suffixes, children = taken
         self.parts.append(Container(f"{kind} of {len(children)}"))
+        self._containers.append((value, len(children)))
         child_paths = _child_paths(path, suffixes)
-        are_containers = [False] * len(children)
-        self._containers.append((value, are_containers))
         if set(map(type, children)) <= _NO_CONTAINERS:  # they need not be looked at one by one
             self.paths += child_paths
             self.parts += children
-            return True
-        for i, child in enumerate(children):
-            are_containers[i] = self._add(child, is_leaf, child_paths[i])
-        return True
+            return
+        for child_path, child in zip(child_paths, children, strict=True):
+            self._add(child, is_leaf, child_path)
 
     def leaves(self) -> dict[str, Any]:
         """Return the leaves by path."""
@@ -198,70 +191,61 @@ class Tree:
 
     def rebuild(self, leaves: Iterable[Any]) -> Any:
         """Copy the value with other leaves, in this order; containers keep their class and order."""
-        leaves = iter(leaves)
-        return _rebuild(iter(self._containers), leaves) if self._is_container else next(leaves)
+        remaining = list(leaves)
+        containers = self._containers.copy()
+        made: list[Any] = []  # in reverse: what a container holds comes before it
+        for part in reversed(self.parts):
+            if type(part) is not Container:
+                made.append(remaining.pop())
+                continue
+            value, count = containers.pop()
+            children = [made.pop() for _ in range(count)]
+            made.append(_put_together(value, children))
+        return made[0]
 
 
-def _rebuild(containers: Iterator[tuple[Any, list[bool]]], leaves: Iterator[Any]) -> Any:
-    value, are_containers = next(containers)
-    children = [_rebuild(containers, leaves) if is_inner else next(leaves) for is_inner in are_containers]
-    return _put_together(value, children)
-
-
-class Reducible(NamedTuple):
-    """Describe a value that can be reduced.
+class Reducible(Tree):
+    """A value that can be reduced, taken apart; its parts are equal on all ranks if they can be combined.
 
     Attributes:
-        tree: The value.
-        parts: What it is made of, a `Container` or a `Leaf` for each path: equal on all ranks if they can be combined.
-        leaves: The number or plain tensor that is taken for each leaf.
-        back: What turns a result into NumPy's type again, by the index of its leaf.
-    """
-
-    tree: Tree
-    parts: list[Any]
-    leaves: list[Any]
-    back: dict[int, Callable[[Any], Any]]
-
-    def rebuild(self, results: list[Any]) -> Any:
-        """Copy the value with these leaves, arrays and scalars of NumPy as such again."""
-        for i, convert in self.back.items():
-            results[i] = convert(results[i])
-        return self.tree.rebuild(results)
-
-
-def describe(call: str, value: Any) -> Reducible:
-    """Take a value apart.
+        parts: A `Container` or a `Leaf` for each path.
+        values: The number or plain tensor that is taken for each leaf.
 
     Raises:
-        TypeError: If something in it cannot be reduced.
+        TypeError: If something in it cannot be reduced; for `call`.
     """
-    tree = Tree(value, is_value)
-    parts = list(tree.parts)
-    leaves: list[Any] = []
-    back: dict[int, Callable[[Any], Any]] = {}
-    for i, part in enumerate(parts):
-        if type(part) is float:
-            parts[i] = NUMBER
-            leaves.append(part)
-        elif type(part) is not Container:
+
+    def __init__(self, call: str, value: Any) -> None:
+        super().__init__(value)
+        self.values: list[Any] = []
+        self._numpy: dict[int, Any] = {}  # arrays and scalars of NumPy, by the index of their leaf
+        for i, part in enumerate(self.parts):
+            if type(part) is Container:
+                continue
+            if type(part) in (float, int, bool):
+                self.parts[i] = NUMBER
+                self.values.append(part)
+                continue
             if isinstance(part, (np.ndarray, np.generic)):
-                back[len(leaves)] = _way_back(part)
-            parts[i], leaf = _describe_leaf(part)
-            if leaf is None:
-                raise TypeError(f"{call} takes {_TAKES}, found {parts[i]} at {tree.paths[i]}.")
-            leaves.append(leaf)
-    return Reducible(tree, parts, leaves, back)
+                self._numpy[len(self.values)] = part
+            self.parts[i], taken = _describe_leaf(part)
+            if taken is None:
+                raise TypeError(f"{call} takes {_TAKES}, found {self.parts[i]} at {self.paths[i]}.")
+            self.values.append(taken)
+
+    def rebuild(self, leaves: Iterable[Any]) -> Any:
+        """Copy the value with these leaves, arrays and scalars of NumPy as such again."""
+        leaves = list(leaves)
+        for i, given in self._numpy.items():
+            leaves[i] = _like_numpy(given, leaves[i])
+        return super().rebuild(leaves)
 
 
-def _way_back(given: Any) -> Callable[[Any], Any]:
+def _like_numpy(given: Any, result: Any) -> Any:
     if isinstance(given, np.float64):
-        return np.float64
-    return Tensor.numpy if isinstance(given, np.ndarray) else _as_scalar
-
-
-def _as_scalar(result: Tensor) -> Any:
-    return result.numpy()[()]
+        return np.float64(result)
+    array = result.numpy()
+    return array if isinstance(given, np.ndarray) else array[()]
 
 
 def _describe_leaf(value: Any) -> tuple[Leaf | str, Any]:
@@ -270,10 +254,10 @@ def _describe_leaf(value: Any) -> tuple[Leaf | str, Any]:
         return _describe_tensor(value)
     if isinstance(value, (np.ndarray, np.generic)) and type(value) is not np.float64:
         return _describe_array(value)
-    if isinstance(value, bool):
-        return NUMBER, value
-    if isinstance(value, (int, float)):  # also somebody's own kind of number
-        return NUMBER, int(value) if isinstance(value, int) else float(value)
+    if isinstance(value, int):  # somebody's own kind of number
+        return NUMBER, int(value)
+    if isinstance(value, float):
+        return NUMBER, float(value)
     return f"object of type {name_type(value)}", None
 
 
