@@ -133,10 +133,7 @@ class Leaf(NamedTuple):
 NUMBER = Leaf("number")
 
 
-@lru_cache(maxsize=1024)  # the same one for each of many tensors, so that they are compared quickly
-def _leaf_of(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> Leaf | None:
-    is_real = dtype in _REAL and device.type != "meta"
-    return Leaf("tensor", dtype, shape, device.type) if is_real else None
+_leaf_of = lru_cache(maxsize=1024)(Leaf)  # the same one for each of many tensors, so that they are compared quickly
 
 
 IsLeaf = Callable[[Any], bool]
@@ -271,20 +268,19 @@ def name_type(value: Any) -> str:
 
 
 def _describe_tensor(value: Tensor) -> tuple[Leaf | str, Any]:
-    is_plain = type(value) is Tensor and value.layout is torch.strided and not (value.requires_grad or value.is_nested)
-    if not is_plain:
+    is_plain = type(value) is Tensor and value.layout is torch.strided and value.dtype in _REAL
+    if not is_plain or value.requires_grad or value.is_nested or value.is_meta:
         value = whole(value)
         problem = explain_not_dense(value)
         if not problem and loses_gradient(value):
             problem = "a tensor whose gradient would be lost (pass it.detach(), or join rows by gather_batch())"
+        if not problem and value.dtype not in _REAL:
+            hint = " (pass torch.view_as_real(it))" if value.is_complex() else ""
+            problem = f"a {name_dtype(value.dtype)} tensor{hint}"
         if problem:
             return problem, None
         value = value.detach().as_subclass(Tensor)
-    leaf = _leaf_of(value.dtype, value.shape, value.device)
-    if leaf is None:
-        hint = " (pass torch.view_as_real(it))" if value.is_complex() else ""
-        return explain_not_dense(value) or f"a {name_dtype(value.dtype)} tensor{hint}", None
-    return leaf, value
+    return _leaf_of("tensor", value.dtype, value.shape, value.device.type), value
 
 
 def _describe_array(value: Any) -> tuple[Leaf | str, Any]:
