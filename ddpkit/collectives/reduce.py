@@ -222,8 +222,8 @@ def _pack_inline(leaves: list[Any], batch: list[_Group], factor: float) -> Numbe
     else:
         found = concatenate([group.join(leaves).to(torch.float64) for group in batch]).tolist()
     packed: Numbers = np.array(found, np.float64)
-    with np.errstate(all="ignore"):
-        return packed * factor if factor else np.full_like(packed, -0.0)  # as in `_scale`
+    _scale(torch.from_numpy(packed), factor)
+    return packed
 
 
 def _scale(buffer: Tensor, factor: float) -> Tensor:

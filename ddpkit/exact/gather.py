@@ -72,27 +72,28 @@ def gather_exact(values: T, indices: Any, n: int, *, group: Group | None = None)
     order = _order_of({rank: found for rank, (found, _) in gathered.items()}, n)
     own_rank = ranks.get_rank()
     # a rank without samples may pass an empty list whatever the others have
-    trees = {rank: each for rank, (found, each) in gathered.items() if len(found)} or {own_rank: tree}
-    template = trees.get(own_rank, next(iter(trees.values())))
-    results = _join_columns(call, trees, order)
-    for path, result in results.items():
+    filled = [rank for rank, (found, _) in gathered.items() if len(found)] or [own_rank]
+    trees = {rank: Tree(gathered[rank][1], _is_column, "values") for rank in filled}
+    columns = {rank: tree.leaves() for rank, tree in trees.items()}
+    _check_kinds(call, columns)
+    template = own_rank if own_rank in trees else filled[0]
+    results = []
+    for path in columns[template]:
+        result = _join([parts[path] for parts in columns.values()], order)
         if isinstance(result, Tensor) and isinstance(own.get(path), Tensor):
-            results[path] = result.to(own[path].device)
-    taken = Tree(template, _is_column, "values")
-    return taken.rebuild(results[path] for path in taken.leaves())  # type: ignore[no-any-return]
+            result = result.to(own[path].device)
+        results.append(result)
+    return trees[template].rebuild(results)  # type: ignore[no-any-return]
 
 
-def _join_columns(call: str, trees: dict[int, Any], order: NDArray[np.int64]) -> dict[str, Any]:
-    """Join each column of the ranks' results, in the order given; refuse columns that differ in kind."""
-    columns = {rank: Tree(tree, _is_column, "values").leaves() for rank, tree in trees.items()}
+def _check_kinds(call: str, columns: dict[int, dict[str, Any]]) -> None:
+    """Refuse columns, given by rank and path, that differ in kind."""
     kinds = {}
     for rank, parts in columns.items():
         kinds[rank] = {path: describe_column(part) for path, part in parts.items()}
     difference = explain_difference(call, kinds)
     if difference:
         raise MismatchError(difference)
-    paths = next(iter(columns.values()))
-    return {path: _join([parts[path] for parts in columns.values()], order) for path in paths}
 
 
 def _is_column(value: Any) -> bool:
