@@ -28,7 +28,6 @@ from .tree import (
     is_dense,
     loses_gradient,
     name_dtype,
-    name_type,
 )
 
 _SMALL = 4 * (PAYLOAD - 1)  # bytes that travel with the check: 32 bits are exact in a float64
@@ -130,10 +129,8 @@ def gather_trees(call: str, value: Any, peers: Peers | None) -> list[Any]:
                     "ranks, or pass .detach()."
                 )
         matrices = [as_rows(tensor) for tensor in tensors.values()]
-    trees = []
-    for parts in gather_rows(fingerprint_of_rows(call, tensors), matrices, peers):
-        trees.append(tree.rebuild(map(from_rows, parts, tensors.values())))
-    return trees
+    gathered = gather_rows(fingerprint_of_rows(call, tensors), matrices, peers)
+    return [tree.rebuild(map(from_rows, parts, tensors.values())) for parts in gathered]
 
 
 def gather_objects(call: str, obj: Any, peers: Peers | None = None) -> list[Any]:
@@ -152,7 +149,7 @@ def tensor_leaves(call: str, tree: Tree) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = tree.leaves()
     for path, tensor in tensors.items():
-        problem = explain_no_tensor(tensor)
+        problem = explain_not_dense(tensor)
         if problem:
             raise TypeError(
                 f"{call} takes dense tensors, and dicts, lists, tuples and dataclasses of them, "
@@ -169,13 +166,6 @@ def fingerprint_of_rows(call: str, tensors: dict[str, Tensor]) -> str:
         if tensor.requires_grad and torch.is_grad_enabled():
             kinds[path] += ", with gradient"
     return fingerprint_of(call, kinds)
-
-
-def explain_no_tensor(value: Any) -> str:
-    """Say why a leaf is no dense tensor; "" if it is one."""
-    if isinstance(value, Tensor):
-        return explain_not_dense(value)
-    return name_type(value)
 
 
 def describe_column(column: Any) -> str:

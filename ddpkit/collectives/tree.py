@@ -18,8 +18,10 @@ from ..torch_internals import has_no_memory, is_dtensor, is_sharded
 # Dense tensors: which are, their bytes, and how they are joined.
 
 
-def explain_not_dense(tensor: Tensor) -> str:
-    """Say why a tensor's elements are not simply those in its memory; "" if they are."""
+def explain_not_dense(tensor: Any) -> str:
+    """Say why this is no tensor whose elements are simply those in its memory; "" if it is one."""
+    if not isinstance(tensor, Tensor):
+        return name_type(tensor)
     kind = type(tensor)
     if kind not in (Tensor, nn.Parameter):
         if is_sharded(tensor):
@@ -99,8 +101,7 @@ def bytes_as_tensor(data: bytes) -> Tensor:
 
 # Nested values and what they are made of.
 
-_NATIVE_NAMES = ["bool", "u1", "u2", "u4", "i1", "i2", "i4", "i8", "f2", "f4", "f8"]
-_NATIVE = {np.dtype(name) for name in _NATIVE_NAMES}
+_NATIVE = set(map(np.dtype, ["bool", "u1", "u2", "u4", "i1", "i2", "i4", "i8", "f2", "f4", "f8"]))
 _REAL = {torch.from_numpy(np.zeros(0, dtype)).dtype for dtype in _NATIVE} | {torch.bfloat16}
 _NO_CONTAINERS = {float, Tensor, nn.Parameter}
 _DICTS = {dict, OrderedDict, defaultdict, Counter}
@@ -173,7 +174,7 @@ class Tree:
         kind, suffixes, children = taken
         self.parts.append(Container(f"{kind} of {len(children)}"))
         self._containers.append((value, len(children)))
-        child_paths = _child_paths(path, suffixes)
+        child_paths = [path + suffix for suffix in suffixes]
         if set(map(type, children)) <= _NO_CONTAINERS:  # they need not be looked at one by one
             self.paths += child_paths
             self.parts += children
@@ -298,11 +299,6 @@ def _describe_array(value: Any) -> tuple[Leaf | str, Any]:
 # usual; one that holds more than its keys is no container, nor is another class of lists.
 
 
-@lru_cache(maxsize=256)
-def _child_paths(path: str, suffixes: tuple[str, ...]) -> list[str]:
-    return [path + suffix for suffix in suffixes]
-
-
 def _take_apart(value: Any) -> tuple[str, tuple[str, ...], list[Any]] | None:
     """Take a container apart; return None for a value that is none.
 
@@ -319,7 +315,7 @@ def _take_apart(value: Any) -> tuple[str, tuple[str, ...], list[Any]] | None:
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
         suffixes = tuple(f".{name}" for name in kind._fields)
         return f"namedtuple {kind.__name__}", suffixes, list(tuple.__iter__(value))
-    if is_dataclass(kind) and not isinstance(value, (type, dict)):
+    if is_dataclass(kind) and not isinstance(value, dict):
         names = [field.name for field in fields(value)]
         children = [getattr(value, name, None) for name in names]
         return f"dataclass {kind.__name__}", tuple(f".{name}" for name in names), children
@@ -350,11 +346,15 @@ def _put_together(value: Any, children: list[Any]) -> Any:
         return children
     if isinstance(value, dict):
         new = dict(zip(_sort_keys(*value)[0], children, strict=True))
-        if kind not in _DICTS:
-            return _make_dict(kind, {key: new[key] for key in value})
-        made = value.copy()
-        dict.update(made, new)  # a Counter's own would add
-        return made
+        if kind in _DICTS:
+            made = value.copy()
+            dict.update(made, new)  # a Counter's own would add
+            return made
+        content = {key: new[key] for key in value}
+        filled: Any = kind(**content) if is_dataclass(value) else kind(content)
+        if list(filled) != list(content):
+            raise TypeError(f"Cannot create a {kind.__name__} from a dict: pass dict(it).")
+        return filled
     if hasattr(kind, "n_sequence_fields"):
         return kind(children)
     if isinstance(value, tuple):
@@ -362,12 +362,4 @@ def _put_together(value: Any, children: list[Any]) -> Any:
     made = object.__new__(kind)
     for field, child in zip(fields(value), children, strict=True):
         object.__setattr__(made, field.name, child)  # also if it is frozen
-    return made
-
-
-def _make_dict(kind: Any, content: dict[Any, Any]) -> Any:
-    has_fields = is_dataclass(kind)
-    made = kind(**content) if has_fields else kind(content)
-    if list(made) != list(content):
-        raise TypeError(f"Cannot create a {kind.__name__} from a dict: pass dict(it).")
     return made

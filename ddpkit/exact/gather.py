@@ -13,8 +13,8 @@ from ..arguments import as_integer, plain_index
 from ..collectives.consistency import raise_everywhere
 from ..collectives.differences import explain_difference, name_ranks
 from ..collectives.groups import Group, peers_of
-from ..collectives.transfer import as_rows, describe_column, explain_no_tensor, from_rows, gather_objects
-from ..collectives.tree import Tree, concatenate
+from ..collectives.transfer import as_rows, describe_column, from_rows, gather_objects
+from ..collectives.tree import Tree, concatenate, explain_not_dense
 from ..errors import MismatchError
 from ..job import current_job
 from ..job.job import ranks_of
@@ -106,7 +106,7 @@ def _is_column(value: Any) -> bool:
 def _as_array(indices: Any) -> NDArray[np.int64]:
     """Check the indices and turn them into an array."""
     is_masked = isinstance(indices, np.ma.MaskedArray)
-    if isinstance(indices, Tensor) and not explain_no_tensor(indices):
+    if isinstance(indices, Tensor) and not explain_not_dense(indices):
         indices = indices.detach().cpu()
     array = np.asarray(indices)
     are_ints = array.dtype.kind in "iu" or array.shape == (0,)
@@ -118,7 +118,7 @@ def _as_array(indices: Any) -> NDArray[np.int64]:
 def _as_column(call: str, path: str, column: Any, count: int) -> Any:
     """Check that a column has one result per index, and make it ready to be pickled."""
     is_plain = isinstance(column, list) or type(column) in (np.ndarray, np.memmap)
-    problem = "" if is_plain else explain_no_tensor(column)
+    problem = "" if is_plain else explain_not_dense(column)
     if not problem and not isinstance(column, list) and not column.ndim:
         problem = "a tensor without dimensions"
     if problem:

@@ -322,7 +322,6 @@ class ExactSum:
         upper.add_(digit)
         lower.add_(rest.sub_(digit).mul_(2.0**_WIDTH).round_())
 
-    @torch.no_grad()
     def raise_to(self, place: int) -> None:
         """Let the digits be those at a place, if it is higher: round the sum as if it had been there from the start."""
         if place <= self.place:
@@ -334,7 +333,6 @@ class ExactSum:
         upper.sub_(upper)
         self.place = place
 
-    @torch.no_grad()
     def over_ranks(self, fingerprint: str, counts: list[int], peers: Peers | None) -> NDArray[np.float64]:
         """Add up the sums of all ranks, on each, and some small numbers, which are returned. Collective.
 
@@ -348,7 +346,6 @@ class ExactSum:
         self.digits = reduce_in_place(digits, peers=peers).to(self.digits.device)
         return sums[len(PLACES) :]
 
-    @torch.no_grad()
     def rounded(self) -> Tensor:
         """Return the sum, rounded once to float64; it takes the place of the upper digits."""
         upper, lower = self.digits
