@@ -111,16 +111,27 @@ class _Group(NamedTuple):
         elif self.op == "sum":
             buffer = buffer.to(torch.int64)
         own = self.take(leaves)
-        pieces = buffer.to(own[0].device).split_with_sizes(self.sizes)
-        triples = zip(pieces, self.shapes, own, strict=True)
-        return [piece.view(shape).to(leaf.device) for piece, shape, leaf in triples]
+        buffer = buffer.to(own[0].device)
+        if any(self.shapes):
+            results = list(map(Tensor.view, buffer.split_with_sizes(self.sizes), self.shapes))
+        else:
+            results = list(buffer.unbind())
+        if self.device == "cpu":  # of other kinds there may be several
+            return results
+        return [result.to(leaf.device) for result, leaf in zip(results, own, strict=True)]
 
     def join(self, leaves: list[Any]) -> Tensor:
         """Join its members in a new tensor, on the device of the first."""
         if self.dtype is None:
             return torch.tensor(self.pack_numbers(leaves), dtype=torch.float64, device=_CPU)
         own = self.take(leaves)
-        return concatenate([leaf.to(own[0].device).reshape(-1) for leaf in own])
+        if self.device != "cpu":  # there may be several of a kind
+            own = [leaf.to(own[0].device) for leaf in own]
+        if any(self.shapes):
+            return concatenate([leaf.reshape(-1) for leaf in own])
+        return torch.stack(
+            own, out=torch.empty(len(own), dtype=self.dtype, device=own[0].device)
+        )  # as in `concatenate`
 
     def pack_numbers(self, leaves: list[Any]) -> list[float]:
         """Pack Python numbers: but for a mean, with their types. The least of negative types is the widest."""
