@@ -15,8 +15,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import islice
@@ -94,32 +94,26 @@ def add_up(fingerprint: str, numbers: Sequence[float] | Numbers, peers: Peers | 
     return reduce_in_place(sums, peers=peers).cpu().numpy()
 
 
-def reduce_in_place(buffer: Tensor, greatest: bool = False, peers: Peers | None = None) -> Tensor:
-    """Reduce a tensor in place, on every rank, to its sum or maximum; return it. Collective.
+def reduce_in_place(buffer: Tensor, op: str = "sum", peers: Peers | None = None) -> Tensor:
+    """Reduce a tensor in place, on every rank, to its "sum", "min" or "max"; return it. Collective.
 
     Never AVG: gloo lacks it, or it is wrong or raises, depending on torch's version and the dtype.
     """
     if current_job.has_peers() and buffer.numel():
-        op = dist.ReduceOp.MAX if greatest else dist.ReduceOp.SUM
         with current_job.peer_errors():
-            dist.all_reduce(buffer, op, group=group_of(peers))
+            dist.all_reduce(buffer, getattr(dist.ReduceOp, op.upper()), group=group_of(peers))
     return buffer
 
 
-class raise_everywhere:
+@contextmanager
+def raise_everywhere(call: str, peers: Peers | None = None) -> Iterator[None]:
     """Run local work before a check: if it raises here, the other ranks raise in the check instead of waiting."""
-
-    def __init__(self, call: str, peers: Peers | None = None) -> None:
-        self.call = call
-        self.peers = peers
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, Exception):
-            with suppress(MismatchError):
-                check_fingerprint(fingerprint_of(self.call, error=describe_error(error)), self.peers)
+    try:
+        yield
+    except Exception as error:
+        with suppress(MismatchError):
+            check_fingerprint(fingerprint_of(call, error=describe_error(error)), peers)
+        raise
 
 
 def communication_device(device: torch.device, peers: Peers | None = None) -> torch.device:
@@ -145,9 +139,8 @@ def _sum_over_ranks(block: Numbers, everyone: Sequence[int], peers: Peers | None
         dist.all_reduce(on_device, group=group)
         block[:] = on_device.cpu().numpy()
     elif len(everyone) <= _FEW:
-        received = np.empty((len(everyone), len(block)))
-        copies = np.empty_like(received)
-        copies[:] = block
+        copies = np.repeat(block[np.newaxis], len(everyone), axis=0)
+        received = np.empty_like(copies)
         dist.all_to_all_single(torch.from_numpy(received), torch.from_numpy(copies), group=group)
         _add_rows(received, block)
     else:

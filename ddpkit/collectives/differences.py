@@ -30,15 +30,16 @@ def explain_mismatch(everyone: Mapping[int, dict[str, Any]]) -> str:
     if failed:
         return list_lines(f"{call} got a bad argument:", failed)
     calls = {rank: each["call"] for rank, each in everyone.items()}
+    parts = {rank: each["parts"] for rank, each in everyone.items()}
     if len(set(calls.values())) > 1:
         return (
             f"The ranks are in different collectives: {_list_by_text(calls)}. "
             "Every rank must make the same calls in the same order."
         )
-    difference = explain_difference(call, {rank: each["parts"] for rank, each in everyone.items()})
+    difference = explain_difference(call, parts)
     if difference:
         return difference
-    disorder = explain_disorder({rank: list(each["parts"]) for rank, each in everyone.items()})
+    disorder = explain_disorder(parts)
     if disorder:
         return f"{call} needs the same order on every rank, but {disorder}"
     return (
@@ -71,7 +72,7 @@ def differing_parts(parts: Mapping[int, Mapping[str, str]]) -> dict[str, str]:
     return found
 
 
-def explain_disorder(names: Mapping[int, Sequence[str]]) -> str:
+def explain_disorder(names: Mapping[int, Iterable[str]]) -> str:
     """Describe where the order of the ranks' names, by rank, first differs, and the remedy; "" if nowhere."""
     for position, row in enumerate(zip(*names.values(), strict=False)):
         if len(set(row)) > 1:

@@ -92,7 +92,8 @@ def set_data_parallel(group: Group | None) -> None:
     """
     with raise_everywhere("set_data_parallel()"):
         own = _ranks_in(group)
-    if lifecycle.enter_collective() is None:
+    session = lifecycle.enter_collective()
+    if session is None:
         return
     named = gather_objects("set_data_parallel()", own)
     if not _is_partition(named):
@@ -104,19 +105,13 @@ def set_data_parallel(group: Group | None) -> None:
         return
     peers = None
     for members in dict.fromkeys(map(tuple, named)):
-        made = _new_group(members)
-        if ranks.get_rank() in members:
-            peers = Peers(members, made)
+        made = dist.new_group(list(members))
+        if session.rank not in members:
+            continue
+        peers = Peers(members, made)
+        if session.connections:  # which end, like the job's, when a rank fails
+            session.follow_connections(made)
     current_job.choose_data_parallel(peers)
-
-
-def _new_group(members: tuple[int, ...]) -> dist.ProcessGroup:
-    """Make a group with connections that end, like the job's, when a rank fails. Collective, over all ranks."""
-    made: dist.ProcessGroup = dist.new_group(list(members))
-    session = current_job.current_session()
-    if session.connections and session.rank in members:
-        session.follow_connections(made)
-    return made
 
 
 def _ranks_in(group: Any) -> list[int]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import math
 import numbers
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -27,13 +26,13 @@ from .consistency import (
     raise_everywhere,
     reduce_in_place,
 )
-from .tree import Leaf, concatenate, describe
+from .tree import Leaf, Reducible, concatenate
 
 OPS = ("sum", "mean", "min", "max")
 _EXTREMES = ("min", "max")
+_NAN = {"min": -(2**63), "max": 2**63 - 1}  # the key that wins
 _FLOAT = 2**20  # more than there are ranks
 _KINDS = {bool: 0, int: 1, float: _FLOAT}  # of Python's numbers, each wider than the one before; they are added, too
-_GREATEST = 2**63 - 1
 _SLOTS = {("sum", None): 2, ("sum", torch.int64): PAYLOAD}  # of an element; else 1
 _WEIGHTS = (1e-20, 1e20)  # times usual numbers they fit a float32
 _CPU = torch.device("cpu")
@@ -51,13 +50,13 @@ def reduce_tree(
             raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}.")
         if weight is not None:
             weight = _as_float(weight)
-        reducible = describe(call, value)
-        leaves = reducible.leaves
+        reducible = Reducible(call, value)
+        leaves = reducible.values
         if op != "mean":
             _check_ints(leaves, op, world_size)
     if world_size > 1:
         is_checked = check or weight is not None
-        plan = _make_plan(call, op, is_checked, tuple(reducible.tree.paths), tuple(reducible.parts))
+        plan = _make_plan(call, op, is_checked, tuple(reducible.paths), tuple(reducible.parts))
         results = _reduce(leaves, plan, op, weight, world_size, peers)
     elif weight == 0:
         raise _no_weight()
@@ -69,7 +68,7 @@ def reduce_tree(
 class _Group(NamedTuple):
     """The leaves of one dtype on one kind of device, packed into one buffer; without dtype, Python numbers.
 
-    For minima and maxima elements become keys, int64 in their order, of which ranks take the greatest.
+    For minima and maxima elements become keys, int64 in their order.
     """
 
     op: str
@@ -89,62 +88,59 @@ class _Group(NamedTuple):
 
     def pack(self, leaves: list[Any]) -> Tensor:
         """Pack its members into a new buffer: to be added, ints in float64 or int64, half in float32."""
-        dtype, is_extreme = self.dtype, self.op in _EXTREMES
-        if dtype is None:
-            kind = torch.int64 if is_extreme else torch.float64
-            return torch.tensor(self.pack_numbers(leaves), dtype=kind, device=_CPU)
         flat = self.join(leaves)
-        if is_extreme:
+        if self.op in _EXTREMES:
             return _keys(flat, self.op)
-        if dtype.is_floating_point:
-            return flat.to(torch.promote_types(dtype, torch.float32))
+        if flat.dtype.is_floating_point:
+            return flat.to(torch.promote_types(flat.dtype, torch.float32))
         return flat.to(torch.int64 if self.op == "sum" else torch.float64)
 
     def unpack(self, buffer: Tensor, leaves: list[Any], divisor: float) -> list[Any]:
-        """Return the results; the buffer is overwritten."""
+        """Return the results: floats in their dtype, means of ints in float64, sums of ints in int64.
+
+        The buffer is overwritten.
+        """
         if divisor != 1:  # by a plain number, CUDA would multiply with its reciprocal, which rounds twice
             buffer.div_(torch.full((), divisor, dtype=buffer.dtype, device=buffer.device))
+        if self.op in _EXTREMES:
+            buffer = _from_keys(buffer, self.dtype or torch.float64)
         if self.dtype is None:
             return self.unpack_numbers(buffer.tolist())
-        return self.split(buffer, leaves)
+        if self.dtype.is_floating_point:
+            buffer = buffer.to(self.dtype)
+        elif self.op == "sum":
+            buffer = buffer.to(torch.int64)
+        own = self.take(leaves)
+        buffer = buffer.to(own[0].device)
+        if any(self.shapes):
+            results = list(map(Tensor.view, buffer.split_with_sizes(self.sizes), self.shapes))
+        else:
+            results = list(buffer.unbind())
+        if self.device == "cpu":  # of other kinds there may be several
+            return results
+        return [result.to(leaf.device) for result, leaf in zip(results, own, strict=True)]
 
     def join(self, leaves: list[Any]) -> Tensor:
-        """Join its members in a new tensor."""
+        """Join its members in a new tensor, on the device of the first."""
+        if self.dtype is None:
+            return torch.tensor(self.pack_numbers(leaves), dtype=torch.float64, device=_CPU)
         own = self.take(leaves)
-        first = own[0].device
-        if first.type != "cpu":  # of which there may be several
-            own = [leaf.to(first) for leaf in own]
-        if not any(self.shapes):
-            return torch.stack(own, out=torch.empty(len(own), dtype=self.dtype, device=first))  # as in `concatenate`
-        return concatenate([leaf.reshape(-1) for leaf in own])
-
-    def split(self, flat: Tensor, leaves: list[Any]) -> list[Tensor]:
-        """Split a buffer of results: floats in their dtype, means of ints in float64, sums of ints in int64."""
-        if self.op in _EXTREMES:
-            flat = _from_keys(flat, self.dtype, self.op)
-        elif self.dtype.is_floating_point:
-            flat = flat.to(self.dtype)
-        elif self.op == "sum":
-            flat = flat.to(torch.int64)
-        flat = flat.to(leaves[self.members[0]].device)
-        if not any(self.shapes):
-            results = list(flat.unbind())
-        else:
-            results = list(map(Tensor.view, flat.split_with_sizes(self.sizes), self.shapes))
-        if self.device == "cpu":  # of other devices there may be several
-            return results
-        pairs = zip(results, self.take(leaves), strict=True)
-        return [result.to(leaf.device) for result, leaf in pairs]
+        if self.device != "cpu":  # there may be several of a kind
+            own = [leaf.to(own[0].device) for leaf in own]
+        if any(self.shapes):
+            return concatenate([leaf.reshape(-1) for leaf in own])
+        return torch.stack(
+            own, out=torch.empty(len(own), dtype=self.dtype, device=own[0].device)
+        )  # as in `concatenate`
 
     def pack_numbers(self, leaves: list[Any]) -> list[float]:
-        """Pack Python numbers: but for a mean, with their types."""
+        """Pack Python numbers: but for a mean, with their types. The least of negative types is the widest."""
         own = self.take(leaves)
+        packed = list(map(float, own))
         if self.op == "mean":
-            return list(map(float, own))
-        packed = own
-        if self.op in _EXTREMES:
-            packed = _keys(torch.tensor(own, dtype=torch.float64, device=_CPU), self.op).tolist()
-        return [*packed, *(_KINDS[type(number)] for number in own)]
+            return packed
+        sign = -1 if self.op == "min" else 1
+        return [*packed, *(sign * _KINDS[type(number)] for number in own)]
 
     def unpack_numbers(self, packed: list[float]) -> list[float]:
         """Unpack Python numbers: but for a mean, of the widest type that a rank has."""
@@ -152,10 +148,8 @@ class _Group(NamedTuple):
             return packed
         half = len(packed) // 2
         found = packed[:half]
-        if self.op in _EXTREMES:
-            found = _from_keys(torch.tensor(found, device=_CPU), torch.float64, self.op).tolist()
         for i, kind in enumerate(packed[half:]):
-            if kind < _FLOAT:
+            if abs(kind) < _FLOAT:
                 found[i] = int(found[i]) if kind or self.op == "sum" else bool(found[i])
         return found
 
@@ -219,17 +213,15 @@ def _reduce(
     if not divisor:
         raise _no_weight()
     start = 1
-    for batch, given in zip(plan.inline, packed, strict=True):
-        end = start + len(given)
-        with np.errstate(all="ignore"):
-            found = sums[start:end] / divisor
-        results.update(_unpack_inline(found, leaves, batch))
+    for group in itertools.chain(*plan.inline):
+        end = start + group.count_slots()
+        buffer = torch.from_numpy(sums[start:end].copy())
+        results.update(zip(group.members, group.unpack(buffer, leaves, divisor), strict=True))
         start = end
     for group in plan.separate:
-        home = _CPU if group.dtype is None else leaves[group.members[0]].device
-        buffer = group.pack(leaves).to(communication_device(home, peers))
-        _scale(buffer, factor)
-        reduce_in_place(buffer, op in _EXTREMES, peers)
+        buffer = group.pack(leaves)
+        buffer = _scale(buffer.to(communication_device(buffer.device, peers)), factor)
+        reduce_in_place(buffer, "sum" if op == "mean" else op, peers)
         results.update(zip(group.members, group.unpack(buffer, leaves, divisor), strict=True))
     return [results[i] for i in range(len(leaves))]
 
@@ -239,23 +231,10 @@ def _pack_inline(leaves: list[Any], batch: list[_Group], factor: float) -> Numbe
     if batch[0].dtype is None:
         found = batch[0].pack_numbers(leaves)
     else:
-        parts = [group.join(leaves).to(torch.float64) for group in batch]
-        found = (parts[0] if len(parts) == 1 else concatenate(parts)).tolist()
+        found = concatenate([group.join(leaves).to(torch.float64) for group in batch]).tolist()
     packed: Numbers = np.array(found, np.float64)
-    with np.errstate(all="ignore"):
-        return packed * factor if factor else np.full_like(packed, -0.0)  # as in `_scale`
-
-
-def _unpack_inline(results: Numbers, leaves: list[Any], batch: list[_Group]) -> Iterator[tuple[int, Any]]:
-    """Yield the results of a batch, each with the index of its leaf."""
-    first = batch[0]
-    if first.dtype is None:
-        yield from zip(first.members, first.unpack_numbers(results.tolist()), strict=True)
-        return
-    buffer = torch.from_numpy(results).to(leaves[first.members[0]].device)
-    sizes = [sum(group.sizes) for group in batch]
-    for group, flat in zip(batch, buffer.split_with_sizes(sizes), strict=True):
-        yield from zip(group.members, group.split(flat.clone(), leaves), strict=True)
+    _scale(torch.from_numpy(packed), factor)
+    return packed
 
 
 def _scale(buffer: Tensor, factor: float) -> Tensor:
@@ -266,28 +245,22 @@ def _scale(buffer: Tensor, factor: float) -> Tensor:
 
 
 def _keys(flat: Tensor, op: str) -> Tensor:
-    """Turn a tensor of any real dtype into keys: greater for greater values, or for "min" for lesser ones, and NaN."""
+    """Turn a tensor of any real dtype into keys, greater for greater values; NaN is beyond all others."""
     if not flat.dtype.is_floating_point:
-        return flat.to(torch.int64) ^ _flip(op)
-    keys = _order_bits(flat.to(torch.float64).view(torch.int64)) ^ _flip(op)
-    return torch.where(flat.isnan(), _GREATEST, keys)
+        return flat.to(torch.int64)
+    keys = _order_bits(flat.to(torch.float64).view(torch.int64))
+    return keys.masked_fill_(flat.isnan(), _NAN[op])
 
 
-def _from_keys(keys: Tensor, dtype: torch.dtype, op: str) -> Tensor:
-    keys = keys ^ _flip(op)
+def _from_keys(keys: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype.is_floating_point:
-        return _order_bits(keys).view(torch.float64).to(dtype)
+        keys = _order_bits(keys).view(torch.float64)
     return keys.to(dtype)
-
-
-def _flip(op: str) -> int:
-    """Return the mask that reverses the order of keys for "min", without the overflow of a minus sign."""
-    return -1 if op == "min" else 0
 
 
 def _order_bits(bits: Tensor) -> Tensor:
     """Turn the bits of a float64 into an int64 of the same order, and back."""
-    return bits ^ ((bits >> 63) & _GREATEST)
+    return bits ^ ((bits >> 63) & _NAN["max"])
 
 
 def normalise(count: int) -> tuple[float, float]:

@@ -155,8 +155,7 @@ def run_on_main(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     call = "run_on_main()"
     if session.rank != 0:
         _meet(session, key, _WORK)
-        copy: T = pickle.loads(broadcast_bytes(call, b"", 0))
-        return copy
+        return pickle.loads(broadcast_bytes(call, b"", 0))  # type: ignore[no-any-return]
     with _report_failure(session, key):
         value = fn(*args, **kwargs)
         data = pickled(call, value)

@@ -28,7 +28,6 @@ from .tree import (
     is_dense,
     loses_gradient,
     name_dtype,
-    name_type,
 )
 
 _SMALL = 4 * (PAYLOAD - 1)  # bytes that travel with the check: 32 bits are exact in a float64
@@ -39,9 +38,7 @@ _SMALL = 4 * (PAYLOAD - 1)  # bytes that travel with the check: 32 bits are exac
 class ValuePickler(pickle.Pickler):
     """Pickle of a tensor its own elements: torch writes all of a view's storage, and not every dtype."""
 
-    def __init__(self, file: io.BytesIO, call: str) -> None:
-        super().__init__(file)
-        self.call = call
+    call: str  # that the refusal names
 
     def reducer_override(self, obj: Any) -> Any:
         """Write a dense tensor as its bytes, refuse a sharded one, and leave everything else to pickle."""
@@ -56,7 +53,9 @@ class ValuePickler(pickle.Pickler):
 def pickled(call: str, value: Any) -> bytes:
     """Pickle a value for other ranks."""
     file = io.BytesIO()
-    ValuePickler(file, call).dump(value)
+    pickler = ValuePickler(file)
+    pickler.call = call
+    pickler.dump(value)
     return file.getvalue()
 
 
@@ -71,12 +70,15 @@ def _from_bytes(data: Any, dtype: torch.dtype, shape: tuple[int, ...], on_cpu: b
 
 def broadcast_value(value: Any, src: Any, peers: Peers | None = None) -> Any:
     """Give every rank the value of rank `src`: there itself, elsewhere a copy. Collective."""
-    src = ranks_of(peers)[0] if src is None else plain_index(src)
+    everyone = ranks_of(peers)
+    src = everyone[0] if src is None else plain_index(src)
     call = f"broadcast(src={src!r})"
     is_source = ranks.get_rank() == src
     data = b""
     with raise_everywhere(call, peers):
-        _check_src(src, peers)
+        if type(src) is not int or src not in everyone:
+            expected = f"0 to {len(everyone) - 1}" if peers is None else f"one of {', '.join(map(str, everyone))}"
+            raise ValueError(f"src must be a rank, {expected}, got {src!r}.")
         if is_source:
             for path, leaf in Tree(value).leaves().items():
                 if isinstance(leaf, Tensor) and loses_gradient(leaf):
@@ -86,13 +88,6 @@ def broadcast_value(value: Any, src: Any, peers: Peers | None = None) -> Any:
         return value
     data = broadcast_bytes(call, data, src, peers)
     return value if is_source else pickle.loads(data)
-
-
-def _check_src(src: object, peers: Peers | None) -> None:
-    everyone = ranks_of(peers)
-    if type(src) is not int or src not in everyone:
-        expected = f"0 to {len(everyone) - 1}" if peers is None else f"one of {', '.join(map(str, everyone))}"
-        raise ValueError(f"src must be a rank, {expected}, got {src!r}.")
 
 
 @untraced
@@ -134,10 +129,8 @@ def gather_trees(call: str, value: Any, peers: Peers | None) -> list[Any]:
                     "ranks, or pass .detach()."
                 )
         matrices = [as_rows(tensor) for tensor in tensors.values()]
-    trees = []
-    for parts in gather_rows(fingerprint_of_rows(call, tensors), matrices, peers):
-        trees.append(tree.rebuild(map(from_rows, parts, tensors.values())))
-    return trees
+    gathered = gather_rows(fingerprint_of_rows(call, tensors), matrices, peers)
+    return [tree.rebuild(map(from_rows, parts, tensors.values())) for parts in gathered]
 
 
 def gather_objects(call: str, obj: Any, peers: Peers | None = None) -> list[Any]:
@@ -156,7 +149,7 @@ def tensor_leaves(call: str, tree: Tree) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = tree.leaves()
     for path, tensor in tensors.items():
-        problem = explain_no_tensor(tensor)
+        problem = explain_not_dense(tensor)
         if problem:
             raise TypeError(
                 f"{call} takes dense tensors, and dicts, lists, tuples and dataclasses of them, "
@@ -173,13 +166,6 @@ def fingerprint_of_rows(call: str, tensors: dict[str, Tensor]) -> str:
         if tensor.requires_grad and torch.is_grad_enabled():
             kinds[path] += ", with gradient"
     return fingerprint_of(call, kinds)
-
-
-def explain_no_tensor(value: Any) -> str:
-    """Say why a leaf is no dense tensor; "" if it is one."""
-    if isinstance(value, Tensor):
-        return explain_not_dense(value)
-    return name_type(value)
 
 
 def describe_column(column: Any) -> str:
@@ -217,23 +203,16 @@ def gather_rows(
     """
     if lifecycle.enter_collective() is None:
         return [[rows.clone() for rows in matrices]]
-    own = [len(rows) for rows in matrices]
-    counts = _gather_counts(fingerprint, own, peers) if check else [own] * len(ranks_of(peers))
-    gathered = []
-    for i, rows in enumerate(matrices):
-        lengths = [each[i] for each in counts]
-        gathered.append(_gather_padded(rows, lengths, peers))
-    return [[parts[rank] for parts in gathered] for rank in range(len(counts))]
-
-
-def _gather_counts(fingerprint: str, own: list[int], peers: Peers | None) -> list[list[int]]:
-    """Give every rank the numbers of rows of all: by rank, then by matrix. Collective."""
     everyone = ranks_of(peers)
-    table = np.zeros((len(everyone), len(own)))
-    table[everyone.index(ranks.get_rank())] = own
-    sums = add_up(fingerprint, table.reshape(-1), peers)
-    counts: list[list[int]] = sums.reshape(table.shape).astype(int).tolist()
-    return counts
+    counts = np.array([[len(rows) for rows in matrices]] * len(everyone))  # by rank, then by matrix
+    if check:
+        is_own = np.array(everyone) == ranks.get_rank()
+        sums = add_up(fingerprint, (counts * is_own[:, None]).reshape(-1), peers)
+        counts = sums.reshape(counts.shape)
+    gathered = []
+    for rows, lengths in zip(matrices, counts.T.astype(int).tolist(), strict=True):
+        gathered.append(_gather_padded(rows, lengths, peers))
+    return [[parts[i] for parts in gathered] for i in range(len(everyone))]
 
 
 def _gather_padded(rows: Tensor, counts: list[int], peers: Peers | None) -> list[Tensor]:

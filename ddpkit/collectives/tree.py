@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -18,8 +18,10 @@ from ..torch_internals import has_no_memory, is_dtensor, is_sharded
 # Dense tensors: which are, their bytes, and how they are joined.
 
 
-def explain_not_dense(tensor: Tensor) -> str:
-    """Say why a tensor's elements are not simply those in its memory; "" if they are."""
+def explain_not_dense(tensor: Any) -> str:
+    """Say why this is no tensor whose elements are simply those in its memory; "" if it is one."""
+    if not isinstance(tensor, Tensor):
+        return name_type(tensor)
     kind = type(tensor)
     if kind not in (Tensor, nn.Parameter):
         if is_sharded(tensor):
@@ -99,8 +101,7 @@ def bytes_as_tensor(data: bytes) -> Tensor:
 
 # Nested values and what they are made of.
 
-_NATIVE_NAMES = ["bool", "u1", "u2", "u4", "i1", "i2", "i4", "i8", "f2", "f4", "f8"]
-_NATIVE = {np.dtype(name) for name in _NATIVE_NAMES}
+_NATIVE = set(map(np.dtype, ["bool", "u1", "u2", "u4", "i1", "i2", "i4", "i8", "f2", "f4", "f8"]))
 _REAL = {torch.from_numpy(np.zeros(0, dtype)).dtype for dtype in _NATIVE} | {torch.bfloat16}
 _NO_CONTAINERS = {float, Tensor, nn.Parameter}
 _DICTS = {dict, OrderedDict, defaultdict, Counter}
@@ -133,22 +134,14 @@ class Leaf(NamedTuple):
 NUMBER = Leaf("number")
 
 
-@lru_cache(maxsize=1024)  # the same one for each of many tensors, so that they are compared quickly
-def _leaf_of(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> Leaf | None:
-    is_real = dtype in _REAL and device.type != "meta"
-    return Leaf("tensor", dtype, shape, device.type) if is_real else None
+_leaf_of = lru_cache(maxsize=1024)(Leaf)  # the same one for each of many tensors, so that they are compared quickly
 
 
 IsLeaf = Callable[[Any], bool]
 
 
-def is_tensor(value: Any) -> bool:
-    """Return whether a value is a tensor: where a tree of tensors ends."""
-    return isinstance(value, Tensor)
-
-
 def is_value(value: Any) -> bool:
-    """Return whether a value is a number, an array or a tensor: where a tree that can be reduced ends."""
+    """Return whether a value is a number, an array or a tensor: where a tree ends."""
     return isinstance(value, (float, int, Tensor, np.ndarray, np.generic))
 
 
@@ -165,31 +158,29 @@ class Tree:
         parts: What is there: a `Container` before all that is in it, and leaves as they are.
     """
 
-    def __init__(self, value: Any, is_leaf: IsLeaf = is_tensor, path: str = "value") -> None:
+    def __init__(self, value: Any, is_leaf: IsLeaf = is_value, path: str = "value") -> None:
         self.paths: list[str] = []
         self.parts: list[Any] = []
-        self._containers: list[tuple[Any, list[bool]]] = []  # each with which of its children are containers
-        self._is_container = self._add(value, is_leaf, path)
+        self._containers: list[tuple[Any, int]] = []  # each with the number of its children
+        self._add(value, is_leaf, path)
 
-    def _add(self, value: Any, is_leaf: IsLeaf, path: str) -> bool:
-        """Add a value and all that is in it; return whether it is a container."""
+    def _add(self, value: Any, is_leaf: IsLeaf, path: str) -> None:
+        """Add a value and all that is in it."""
         taken = None if is_leaf(value) else _take_apart(value)
         self.paths.append(path)
         if taken is None:
             self.parts.append(value)
-            return False
+            return
         kind, suffixes, children = taken
         self.parts.append(Container(f"{kind} of {len(children)}"))
-        child_paths = _child_paths(path, suffixes)
-        are_containers = [False] * len(children)
-        self._containers.append((value, are_containers))
+        self._containers.append((value, len(children)))
+        child_paths = [path + suffix for suffix in suffixes]
         if set(map(type, children)) <= _NO_CONTAINERS:  # they need not be looked at one by one
             self.paths += child_paths
             self.parts += children
-            return True
-        for i, child in enumerate(children):
-            are_containers[i] = self._add(child, is_leaf, child_paths[i])
-        return True
+            return
+        for child_path, child in zip(child_paths, children, strict=True):
+            self._add(child, is_leaf, child_path)
 
     def leaves(self) -> dict[str, Any]:
         """Return the leaves by path."""
@@ -198,70 +189,61 @@ class Tree:
 
     def rebuild(self, leaves: Iterable[Any]) -> Any:
         """Copy the value with other leaves, in this order; containers keep their class and order."""
-        leaves = iter(leaves)
-        return _rebuild(iter(self._containers), leaves) if self._is_container else next(leaves)
+        remaining = list(leaves)
+        containers = self._containers.copy()
+        made: list[Any] = []  # in reverse: what a container holds comes before it
+        for part in reversed(self.parts):
+            if type(part) is not Container:
+                made.append(remaining.pop())
+                continue
+            value, count = containers.pop()
+            children = [made.pop() for _ in range(count)]
+            made.append(_put_together(value, children))
+        return made[0]
 
 
-def _rebuild(containers: Iterator[tuple[Any, list[bool]]], leaves: Iterator[Any]) -> Any:
-    value, are_containers = next(containers)
-    children = [_rebuild(containers, leaves) if is_inner else next(leaves) for is_inner in are_containers]
-    return _put_together(value, children)
-
-
-class Reducible(NamedTuple):
-    """Describe a value that can be reduced.
+class Reducible(Tree):
+    """A value that can be reduced, taken apart; its parts are equal on all ranks if they can be combined.
 
     Attributes:
-        tree: The value.
-        parts: What it is made of, a `Container` or a `Leaf` for each path: equal on all ranks if they can be combined.
-        leaves: The number or plain tensor that is taken for each leaf.
-        back: What turns a result into NumPy's type again, by the index of its leaf.
-    """
-
-    tree: Tree
-    parts: list[Any]
-    leaves: list[Any]
-    back: dict[int, Callable[[Any], Any]]
-
-    def rebuild(self, results: list[Any]) -> Any:
-        """Copy the value with these leaves, arrays and scalars of NumPy as such again."""
-        for i, convert in self.back.items():
-            results[i] = convert(results[i])
-        return self.tree.rebuild(results)
-
-
-def describe(call: str, value: Any) -> Reducible:
-    """Take a value apart.
+        parts: A `Container` or a `Leaf` for each path.
+        values: The number or plain tensor that is taken for each leaf.
 
     Raises:
-        TypeError: If something in it cannot be reduced.
+        TypeError: If something in it cannot be reduced; for `call`.
     """
-    tree = Tree(value, is_value)
-    parts = list(tree.parts)
-    leaves: list[Any] = []
-    back: dict[int, Callable[[Any], Any]] = {}
-    for i, part in enumerate(parts):
-        if type(part) is float:
-            parts[i] = NUMBER
-            leaves.append(part)
-        elif type(part) is not Container:
+
+    def __init__(self, call: str, value: Any) -> None:
+        super().__init__(value)
+        self.values: list[Any] = []
+        self._numpy: dict[int, Any] = {}  # arrays and scalars of NumPy, by the index of their leaf
+        for i, part in enumerate(self.parts):
+            if type(part) is Container:
+                continue
+            if type(part) in (float, int, bool):
+                self.parts[i] = NUMBER
+                self.values.append(part)
+                continue
             if isinstance(part, (np.ndarray, np.generic)):
-                back[len(leaves)] = _way_back(part)
-            parts[i], leaf = _describe_leaf(part)
-            if leaf is None:
-                raise TypeError(f"{call} takes {_TAKES}, found {parts[i]} at {tree.paths[i]}.")
-            leaves.append(leaf)
-    return Reducible(tree, parts, leaves, back)
+                self._numpy[len(self.values)] = part
+            self.parts[i], taken = _describe_leaf(part)
+            if taken is None:
+                raise TypeError(f"{call} takes {_TAKES}, found {self.parts[i]} at {self.paths[i]}.")
+            self.values.append(taken)
+
+    def rebuild(self, leaves: Iterable[Any]) -> Any:
+        """Copy the value with these leaves, arrays and scalars of NumPy as such again."""
+        leaves = list(leaves)
+        for i, given in self._numpy.items():
+            leaves[i] = _like_numpy(given, leaves[i])
+        return super().rebuild(leaves)
 
 
-def _way_back(given: Any) -> Callable[[Any], Any]:
+def _like_numpy(given: Any, result: Any) -> Any:
     if isinstance(given, np.float64):
-        return np.float64
-    return Tensor.numpy if isinstance(given, np.ndarray) else _as_scalar
-
-
-def _as_scalar(result: Tensor) -> Any:
-    return result.numpy()[()]
+        return np.float64(result)
+    array = result.numpy()
+    return array if isinstance(given, np.ndarray) else array[()]
 
 
 def _describe_leaf(value: Any) -> tuple[Leaf | str, Any]:
@@ -270,10 +252,10 @@ def _describe_leaf(value: Any) -> tuple[Leaf | str, Any]:
         return _describe_tensor(value)
     if isinstance(value, (np.ndarray, np.generic)) and type(value) is not np.float64:
         return _describe_array(value)
-    if isinstance(value, bool):
-        return NUMBER, value
-    if isinstance(value, (int, float)):  # also somebody's own kind of number
-        return NUMBER, int(value) if isinstance(value, int) else float(value)
+    if isinstance(value, int):  # somebody's own kind of number
+        return NUMBER, int(value)
+    if isinstance(value, float):
+        return NUMBER, float(value)
     return f"object of type {name_type(value)}", None
 
 
@@ -287,20 +269,19 @@ def name_type(value: Any) -> str:
 
 
 def _describe_tensor(value: Tensor) -> tuple[Leaf | str, Any]:
-    is_plain = type(value) is Tensor and value.layout is torch.strided and not (value.requires_grad or value.is_nested)
-    if not is_plain:
+    is_plain = type(value) is Tensor and value.layout is torch.strided and value.dtype in _REAL
+    if not is_plain or value.requires_grad or value.is_nested or value.is_meta:
         value = whole(value)
         problem = explain_not_dense(value)
         if not problem and loses_gradient(value):
             problem = "a tensor whose gradient would be lost (pass it.detach(), or join rows by gather_batch())"
+        if not problem and value.dtype not in _REAL:
+            hint = " (pass torch.view_as_real(it))" if value.is_complex() else ""
+            problem = f"a {name_dtype(value.dtype)} tensor{hint}"
         if problem:
             return problem, None
         value = value.detach().as_subclass(Tensor)
-    leaf = _leaf_of(value.dtype, value.shape, value.device)
-    if leaf is None:
-        hint = " (pass torch.view_as_real(it))" if value.is_complex() else ""
-        return explain_not_dense(value) or f"a {name_dtype(value.dtype)} tensor{hint}", None
-    return leaf, value
+    return _leaf_of("tensor", value.dtype, value.shape, value.device.type), value
 
 
 def _describe_array(value: Any) -> tuple[Leaf | str, Any]:
@@ -316,11 +297,6 @@ def _describe_array(value: Any) -> tuple[Leaf | str, Any]:
 
 # Containers: how they are taken apart and put together. Of other classes of dicts a new one is made of a dict, as is
 # usual; one that holds more than its keys is no container, nor is another class of lists.
-
-
-@lru_cache(maxsize=256)
-def _child_paths(path: str, suffixes: tuple[str, ...]) -> list[str]:
-    return [path + suffix for suffix in suffixes]
 
 
 def _take_apart(value: Any) -> tuple[str, tuple[str, ...], list[Any]] | None:
@@ -339,7 +315,7 @@ def _take_apart(value: Any) -> tuple[str, tuple[str, ...], list[Any]] | None:
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
         suffixes = tuple(f".{name}" for name in kind._fields)
         return f"namedtuple {kind.__name__}", suffixes, list(tuple.__iter__(value))
-    if is_dataclass(kind) and not isinstance(value, (type, dict)):
+    if is_dataclass(kind) and not isinstance(value, dict):
         names = [field.name for field in fields(value)]
         children = [getattr(value, name, None) for name in names]
         return f"dataclass {kind.__name__}", tuple(f".{name}" for name in names), children
@@ -370,11 +346,15 @@ def _put_together(value: Any, children: list[Any]) -> Any:
         return children
     if isinstance(value, dict):
         new = dict(zip(_sort_keys(*value)[0], children, strict=True))
-        if kind not in _DICTS:
-            return _make_dict(kind, {key: new[key] for key in value})
-        made = value.copy()
-        dict.update(made, new)  # a Counter's own would add
-        return made
+        if kind in _DICTS:
+            made = value.copy()
+            dict.update(made, new)  # a Counter's own would add
+            return made
+        content = {key: new[key] for key in value}
+        filled: Any = kind(**content) if is_dataclass(value) else kind(content)
+        if list(filled) != list(content):
+            raise TypeError(f"Cannot create a {kind.__name__} from a dict: pass dict(it).")
+        return filled
     if hasattr(kind, "n_sequence_fields"):
         return kind(children)
     if isinstance(value, tuple):
@@ -382,12 +362,4 @@ def _put_together(value: Any, children: list[Any]) -> Any:
     made = object.__new__(kind)
     for field, child in zip(fields(value), children, strict=True):
         object.__setattr__(made, field.name, child)  # also if it is frozen
-    return made
-
-
-def _make_dict(kind: Any, content: dict[Any, Any]) -> Any:
-    has_fields = is_dataclass(kind)
-    made = kind(**content) if has_fields else kind(content)
-    if list(made) != list(content):
-        raise TypeError(f"Cannot create a {kind.__name__} from a dict: pass dict(it).")
     return made

@@ -13,8 +13,8 @@ from ..arguments import as_integer, plain_index
 from ..collectives.consistency import raise_everywhere
 from ..collectives.differences import explain_difference, name_ranks
 from ..collectives.groups import Group, peers_of
-from ..collectives.transfer import as_rows, describe_column, explain_no_tensor, from_rows, gather_objects
-from ..collectives.tree import Tree, concatenate
+from ..collectives.transfer import as_rows, describe_column, from_rows, gather_objects
+from ..collectives.tree import Tree, concatenate, explain_not_dense
 from ..errors import MismatchError
 from ..job import current_job
 from ..job.job import ranks_of
@@ -72,27 +72,28 @@ def gather_exact(values: T, indices: Any, n: int, *, group: Group | None = None)
     order = _order_of({rank: found for rank, (found, _) in gathered.items()}, n)
     own_rank = ranks.get_rank()
     # a rank without samples may pass an empty list whatever the others have
-    trees = {rank: each for rank, (found, each) in gathered.items() if len(found)} or {own_rank: tree}
-    template = trees.get(own_rank, next(iter(trees.values())))
-    results = _join_columns(call, trees, order)
-    for path, result in results.items():
+    filled = [rank for rank, (found, _) in gathered.items() if len(found)] or [own_rank]
+    trees = {rank: Tree(gathered[rank][1], _is_column, "values") for rank in filled}
+    columns = {rank: tree.leaves() for rank, tree in trees.items()}
+    _check_kinds(call, columns)
+    template = own_rank if own_rank in trees else filled[0]
+    results = []
+    for path in columns[template]:
+        result = _join([parts[path] for parts in columns.values()], order)
         if isinstance(result, Tensor) and isinstance(own.get(path), Tensor):
-            results[path] = result.to(own[path].device)
-    taken = Tree(template, _is_column, "values")
-    return taken.rebuild(results[path] for path in taken.leaves())  # type: ignore[no-any-return]
+            result = result.to(own[path].device)
+        results.append(result)
+    return trees[template].rebuild(results)  # type: ignore[no-any-return]
 
 
-def _join_columns(call: str, trees: dict[int, Any], order: NDArray[np.int64]) -> dict[str, Any]:
-    """Join each column of the ranks' results, in the order given; refuse columns that differ in kind."""
-    columns = {rank: Tree(tree, _is_column, "values").leaves() for rank, tree in trees.items()}
+def _check_kinds(call: str, columns: dict[int, dict[str, Any]]) -> None:
+    """Refuse columns, given by rank and path, that differ in kind."""
     kinds = {}
     for rank, parts in columns.items():
         kinds[rank] = {path: describe_column(part) for path, part in parts.items()}
     difference = explain_difference(call, kinds)
     if difference:
         raise MismatchError(difference)
-    paths = next(iter(columns.values()))
-    return {path: _join([parts[path] for parts in columns.values()], order) for path in paths}
 
 
 def _is_column(value: Any) -> bool:
@@ -105,7 +106,7 @@ def _is_column(value: Any) -> bool:
 def _as_array(indices: Any) -> NDArray[np.int64]:
     """Check the indices and turn them into an array."""
     is_masked = isinstance(indices, np.ma.MaskedArray)
-    if isinstance(indices, Tensor) and not explain_no_tensor(indices):
+    if isinstance(indices, Tensor) and not explain_not_dense(indices):
         indices = indices.detach().cpu()
     array = np.asarray(indices)
     are_ints = array.dtype.kind in "iu" or array.shape == (0,)
@@ -117,7 +118,7 @@ def _as_array(indices: Any) -> NDArray[np.int64]:
 def _as_column(call: str, path: str, column: Any, count: int) -> Any:
     """Check that a column has one result per index, and make it ready to be pickled."""
     is_plain = isinstance(column, list) or type(column) in (np.ndarray, np.memmap)
-    problem = "" if is_plain else explain_no_tensor(column)
+    problem = "" if is_plain else explain_not_dense(column)
     if not problem and not isinstance(column, list) and not column.ndim:
         problem = "a tensor without dimensions"
     if problem:

@@ -133,13 +133,12 @@ def exact_gradients(
         local_pass = LocalPass(_CALL, modules)
         step = _Step(batch, modules)
         check_kernels(step.device, threads)
-    with local_pass:
+    with local_pass, generators_kept():
         try:
-            with generators_kept():
-                yield step.micro_batches()
+            yield step.micro_batches()
         finally:
             step.gradients.clear()
-    _end(step, local_pass)
+    step.distribute(local_pass)
 
 
 class _Step:
@@ -148,7 +147,6 @@ class _Step:
     Attributes:
         gradients: Of the parameters that are trained.
         device: Of the sums.
-        is_complete: Whether the loop has taken all micro-batches.
     """
 
     def __init__(self, batch: MicroBatches, modules: Modules) -> None:
@@ -166,7 +164,7 @@ class _Step:
         self._sizes = [p.numel() for p in parameters]
         self._counts = [0] * len(parameters)  # micro-batches here of which each has a gradient
         self._sum = ExactSum(sum(self._sizes), self.device)
-        self.is_complete = False
+        self._is_complete = False
 
     def micro_batches(self) -> Iterator[Any]:
         """Yield each micro-batch, with its random numbers, and add the gradients that follow."""
@@ -178,7 +176,7 @@ class _Step:
                 torch.get_device_module(self.device.type).manual_seed_all(seed)
             yield micro_batch
             self._add()
-        self.is_complete = True
+        self._is_complete = True
 
     @untraced
     def _add(self) -> None:
@@ -194,15 +192,26 @@ class _Step:
                 pieces.append(gradient.reshape(-1).to(self.device))  # of a model on several devices
             self._sum.add(torch.cat(pieces))
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def distribute(self) -> None:
-        """Give the sums over all ranks to the parameters as gradients. Collective."""
-        counts = self._sum.over_ranks(self._fingerprint(), self._counts, current_job.data_parallel())
-        sums = torch.split(self._sum.rounded(), self._sizes)
-        for p, count, value in zip(self.gradients.parameters, counts, sums, strict=True):
-            if count:
-                p.grad = torch.empty_like(p, dtype=dtype_of_gradient(p)).copy_(value.view(p.shape))
+    @untraced
+    def distribute(self, local_pass: LocalPass) -> None:
+        """Give the sums over all ranks to the parameters as gradients, if the block did what it should. Collective."""
+        peers = current_job.data_parallel()
+        with raise_everywhere(_CALL, peers):
+            if not self._is_complete:
+                raise RuntimeError(f"The block of {_CALL} ended before it had looped over all micro-batches.")
+            changed = local_pass.changed_buffer()
+            if changed:
+                raise DdpkitError(
+                    f"A forward in the block of {_CALL} has changed {changed}, whose value would depend on the rank's "
+                    "micro-batches. Use a layer without running statistics, such as GroupNorm, or call eval() on this "
+                    "one."
+                )
+        with torch.inference_mode(False), torch.no_grad():
+            counts = self._sum.over_ranks(self._fingerprint(), self._counts, peers)
+            sums = torch.split(self._sum.rounded(), self._sizes)
+            for p, count, value in zip(self.gradients.parameters, counts, sums, strict=True):
+                if count:
+                    p.grad = torch.empty_like(p, dtype=dtype_of_gradient(p)).copy_(value.view(p.shape))
 
     def _fingerprint(self) -> str:
         others = []
@@ -232,21 +241,6 @@ def check_kernels(device: torch.device, threads: int) -> None:
             f"{_CALL} expects threads={threads}, but torch uses {found}, which gives gradients other bits: "
             f"call ddpkit.setup(num_threads={threads}), or pass threads={found} in every run."
         )
-
-
-@untraced
-def _end(step: _Step, local_pass: LocalPass) -> None:
-    """Exchange the sums, if the block did what it should. Collective."""
-    with raise_everywhere(_CALL, current_job.data_parallel()):
-        if not step.is_complete:
-            raise RuntimeError(f"The block of {_CALL} ended before it had looped over all micro-batches.")
-        changed = local_pass.changed_buffer()
-        if changed:
-            raise DdpkitError(
-                f"A forward in the block of {_CALL} has changed {changed}, whose value would depend on the rank's "
-                "micro-batches. Use a layer without running statistics, such as GroupNorm, or call eval() on this one."
-            )
-    step.distribute()
 
 
 # Add vectors exactly: the sum is the same to the last bit in any order, and in any division among the ranks.
@@ -328,7 +322,6 @@ class ExactSum:
         upper.add_(digit)
         lower.add_(rest.sub_(digit).mul_(2.0**_WIDTH).round_())
 
-    @torch.no_grad()
     def raise_to(self, place: int) -> None:
         """Let the digits be those at a place, if it is higher: round the sum as if it had been there from the start."""
         if place <= self.place:
@@ -340,7 +333,6 @@ class ExactSum:
         upper.sub_(upper)
         self.place = place
 
-    @torch.no_grad()
     def over_ranks(self, fingerprint: str, counts: list[int], peers: Peers | None) -> NDArray[np.float64]:
         """Add up the sums of all ranks, on each, and some small numbers, which are returned. Collective.
 
@@ -354,7 +346,6 @@ class ExactSum:
         self.digits = reduce_in_place(digits, peers=peers).to(self.digits.device)
         return sums[len(PLACES) :]
 
-    @torch.no_grad()
     def rounded(self) -> Tensor:
         """Return the sum, rounded once to float64; it takes the place of the upper digits."""
         upper, lower = self.digits

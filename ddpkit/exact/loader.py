@@ -135,16 +135,16 @@ class MicroBatchSampler(DistributedSampler):
         for start in range(0, len(positions), self.global_batch_size):
             yield positions[start : start + self.global_batch_size]
 
-    def micro_batches(self, step: range) -> Iterator[range]:
-        """Yield those positions of a step that are of each micro-batch of this rank."""
+    def micro_batches(self, positions: range) -> Iterator[range]:
+        """Yield the positions of each micro-batch of this rank, in one step or several."""
         size = self.micro_batch_size
-        for start in step[self.rank * size :: self.num_replicas * size]:
-            yield range(start, min(start + size, step.stop))
+        for step in self.steps(positions):
+            for start in step[self.rank * size :: self.num_replicas * size]:
+                yield range(start, min(start + size, step.stop))
 
     def _blocks(self, order: Order, positions: range) -> Iterator[list[int]]:
-        for step in self.steps(positions):
-            for mine in self.micro_batches(step):
-                yield order(np.arange(mine.start, mine.stop)).tolist()
+        for mine in self.micro_batches(positions):
+            yield order(np.arange(mine.start, mine.stop)).tolist()
 
 
 class MicroBatchLoader(Loader):
@@ -166,9 +166,8 @@ class MicroBatchLoader(Loader):
         return super()._begin(loop)
 
     def _seeds(self, loop: Loop) -> Iterator[Seeds]:
-        for step in self.sampler.steps(self.sampler.positions):
-            for positions in self.sampler.micro_batches(step):
-                yield self._seed, loop.epoch, 0, positions.start  # whichever rank has it
+        for mine in self.sampler.micro_batches(self.sampler.positions):
+            yield self._seed, loop.epoch, 0, mine.start  # whichever rank has it
 
     def _with_seeds(self, batches: Iterator[list[int]], loop: Loop) -> Iterator[Batch]:
         for batch in super()._with_seeds(batches, loop):
@@ -202,7 +201,6 @@ class MicroBatchLoader(Loader):
         finally:
             errors.clear()  # its traceback holds this frame
         name = f"epoch {loop.epoch}, from sample {step.start} on"
-        most = math.ceil(
-            self.sampler.global_batch_size / self.sampler.micro_batch_size / self._place.num_replicas
-        )  # on one rank
+        sampler = self.sampler
+        most = math.ceil(sampler.global_batch_size / sampler.micro_batch_size / sampler.num_replicas)  # on one rank
         return MicroBatches(found, name, len(step), seeds, most)

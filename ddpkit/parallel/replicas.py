@@ -160,7 +160,7 @@ def _explain(everyone: dict[int, Entries]) -> str:
     """List the entries that differ, with their values by rank."""
     differing = differing_parts(everyone)
     if not differing:
-        disorder = explain_disorder({rank: list(entries) for rank, entries in everyone.items()})
+        disorder = explain_disorder(everyone)
         return f"The ranks hold equal entries in different orders: {disorder}"
     has_buffers = any(name.startswith("buffer ") for name in differing)
     remedy = " (sync_buffers(model) makes buffers equal)" if has_buffers else ""

@@ -37,12 +37,12 @@ def reduced(each: list[list[Any]], op: str, is_inline: bool = True, weights: Any
     factors = weights or [factor] * len(each)
     if op in packing._EXTREMES or not is_inline or (op == "sum" and dtype == torch.int64):
         buffers = [packing._scale(group.pack(own), by) for own, by in zip(each, factors, strict=True)]
-        total = reduce(torch.maximum if op in packing._EXTREMES else torch.add, buffers)
+        total = reduce({"min": torch.minimum, "max": torch.maximum}.get(op, torch.add), buffers)
         return group.unpack(total, each[0], divisor)
     rows = [packing._pack_inline(own, [group], by) for own, by in zip(each, factors, strict=True)]
     with np.errstate(over="ignore", invalid="ignore"):
         sums = reduce(np.add, rows)
-    return list(dict(packing._unpack_inline(sums / divisor, each[0], [group])).values())
+    return group.unpack(torch.from_numpy(sums), each[0], divisor)
 
 
 @given(st.data(), st.sampled_from(INTS), st.integers(1, 9))

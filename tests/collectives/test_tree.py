@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ddpkit.collectives.tree import describe
+from ddpkit.collectives.tree import Reducible
 
 Point = namedtuple("Point", "x y")
 
@@ -36,8 +36,8 @@ class Strict:
 
 
 def spec(value: Any) -> Any:
-    described = describe("a test", value)
-    return tuple(described.tree.paths), tuple(described.parts)
+    reducible = Reducible("a test", value)
+    return tuple(reducible.paths), tuple(reducible.parts)
 
 
 def parts_of(value: Any) -> dict[str, Any]:
@@ -45,14 +45,14 @@ def parts_of(value: Any) -> dict[str, Any]:
 
 
 def doubled(value: Any) -> Any:
-    described = describe("a test", value)
-    return described.rebuild([2 * leaf for leaf in described.leaves])
+    reducible = Reducible("a test", value)
+    return reducible.rebuild([2 * leaf for leaf in reducible.values])
 
 
 def test_the_order_of_keys_does_not_matter() -> None:
     one, other = {"a": 1.0, "b": [2]}, {"b": [2], "a": 1.0}
     assert spec(one) == spec(other)
-    assert describe("a test", one).leaves == describe("a test", other).leaves == [1.0, 2]
+    assert Reducible("a test", one).values == Reducible("a test", other).values == [1.0, 2]
 
 
 def test_a_copy_keeps_types_and_order() -> None:
@@ -132,12 +132,12 @@ def test_what_can_be_combined_has_equal_specs(one: Any, other: Any) -> None:
 )
 def test_what_cannot_be_averaged_is_refused(leaf: Any) -> None:
     with pytest.raises(TypeError, match=r"found .* at value\['bad'\]\[0\]\."):
-        describe("a test", {"ok": 1.0, "bad": [leaf]})
+        Reducible("a test", {"ok": 1.0, "bad": [leaf]})
 
 
 def test_paths_read_like_python() -> None:
     value = {"b": [Point(1, {2: 0.5})], "a": Frozen(0.0, [])}
-    paths = list(describe("a test", value).tree.paths)
+    paths = list(Reducible("a test", value).paths)
     assert paths == [
         "value",
         *("value['a']", "value['a'].loss", "value['a'].points"),
@@ -313,7 +313,7 @@ def test_objects_made_of_fields_come_back_as_they_are() -> None:
     assert type(got) is Derived and (got.first, got.made, got.second) == (2.0, [4.0], 6.0)
     assert got.total == 8.0 and derived.made == [2.0]
     with pytest.raises(TypeError, match=r"object of type NoneType at value\.y"):
-        describe("a test", Unset(1.0))
+        Reducible("a test", Unset(1.0))
     sneaky = doubled(Sneaky(1.0))
     assert sneaky.x == 2.0 and not hasattr(sneaky, "twice")  # rather than an old one
 
@@ -359,7 +359,7 @@ def test_tensors_with_a_name_for_their_type_come_back_plain() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_what_would_come_back_wrong_is_refused_with_its_path(make: Any, words: str) -> None:
     with pytest.raises(TypeError, match=rf"found .*{words}.* at value\['bad'\]\[0\]\."):
-        describe("a test", {"ok": 1.0, "bad": [make()]})
+        Reducible("a test", {"ok": 1.0, "bad": [make()]})
 
 
 class Same:
@@ -372,11 +372,11 @@ class Same:
 
 def test_keys_that_print_alike_have_no_order_that_ranks_share() -> None:
     with pytest.raises(TypeError, match=r"two keys.*Same\(\)"):
-        describe("a test", {Same(1): 1.0, Same(2): 2.0})
+        Reducible("a test", {Same(1): 1.0, Same(2): 2.0})
 
 
 def test_no_result_shares_memory_with_its_input() -> None:
     array = np.ones(3)
-    described = describe("a test", [array, array[None], np.float32(1)])
-    described.leaves[0] += 1
+    reducible = Reducible("a test", [array, array[None], np.float32(1)])
+    reducible.values[0] += 1
     assert array.tolist() == [1.0] * 3
