@@ -100,14 +100,18 @@ class Failure:
 FAILURE = get_type_hints(Failure)  # the form of its JSON
 
 
-def record_failure(store: dist.Store, failure: Failure) -> None:
-    """Record the failure of a job, unless there is an earlier one."""
-    store.compare_set("failure", "", failure.to_json())
+def record_failure(store: dist.Store, failure: Failure) -> Failure:
+    """Record the failure of a job, unless there is an earlier one; return the first."""
+    return _parsed(store.compare_set("failure", "", failure.to_json()))
 
 
 def first_failure(store: dist.Store) -> Failure | None:
     """Return the failure of a job, None if there is none."""
-    return Failure.from_fields(parse(store.get("failure"), "failure", FAILURE)) if store.check(["failure"]) else None
+    return _parsed(store.get("failure")) if store.check(["failure"]) else None
+
+
+def _parsed(text: bytes) -> Failure:
+    return Failure.from_fields(parse(text, "failure", FAILURE))
 
 
 @dataclass(eq=False)

@@ -25,7 +25,7 @@ from ..parsing import parse, refuse_text
 from ..torch_internals import gloo_address
 from .failures import FAILURE, Failure, Failures
 from .sockets import FLUSH_SECONDS, cut, sockets_beside
-from .store import Pause, call_with_timeout, read_long, read_text, read_texts, write_long
+from .store import call_with_timeout, count_in, polls, read_long, read_text, read_texts, write_long
 
 T = TypeVar("T")
 _CAUSE_TIMEOUT = timedelta(seconds=1.5)  # time for the watch to learn why a connection broke
@@ -165,21 +165,12 @@ class Session:
 
     def leave(self, linger: bool) -> None:
         """Leave; a rank that hosts the store waits up to 2 s for those that still need it."""
-        with suppress(RuntimeError, TimeoutError):  # the store is gone, or its host is stopped
-            call_with_timeout(lambda: self._count_out(linger), _LINGER + 1.0)
-
-    def _count_out(self, linger: bool) -> None:
-        left = self.store.add("left", 1)
-        if not linger:
-            return
-        expected = len(self.hosts)
+        world_size = len(self.hosts)
+        expected = world_size if linger else 0
         if self.failures.known is not None and self.failures.known.type == "lost":  # it cannot leave by itself
             expected -= 1
-        pause = Pause.among(len(self.hosts))
-        deadline = time.monotonic() + _LINGER
-        while left < expected and time.monotonic() < deadline:
-            pause()
-            left = self.store.add("left", 0)
+        with suppress(RuntimeError, TimeoutError):  # the store is gone, or its host is stopped
+            call_with_timeout(lambda: count_in(self.store, "left", expected, _LINGER, world_size), _LINGER + 1.0)
 
     # Waits of one rank, in any of its threads, for values that others write into the store.
 
@@ -200,7 +191,6 @@ class Session:
 
     def until(self, ready: Callable[[], T | None], timeout: timedelta, late: Callable[[], T]) -> T:
         """Poll until `ready()` is not None; return it, raise a peer's failure, or after the time-out call `late()`."""
-        pause = Pause.among(len(self.hosts) if self.rank else 1)  # other ranks often wait for rank 0
 
         def look() -> T | None:
             asked = time.monotonic()
@@ -214,15 +204,16 @@ class Session:
                 self.waits = *self.waits[:2], asked
             return value
 
+        ranks = len(self.hosts) if self.rank else 1  # other ranks often wait for rank 0
         with self._deadline(timeout) as deadline:
-            while (value := look()) is None and time.monotonic() <= deadline:
-                pause()
-        if value is None:
-            with self._deadline(_AFTERWARDS, is_last=True):  # the store has answered so far
-                self.show_ranks()
-                value = look()  # it may have arrived meanwhile
-                return late() if value is None else value
-        return value
+            for _ in polls(deadline - time.monotonic(), ranks):
+                value = look()
+                if value is not None:
+                    return value
+        with self._deadline(_AFTERWARDS, is_last=True):  # the store has answered so far
+            self.show_ranks()
+            value = look()  # it may have arrived meanwhile
+            return late() if value is None else value
 
     def wait_for_key(self, key: str, timeout: timedelta, late: Callable[[], DdpkitError]) -> None:
         """Wait until a rank has written this key; raise a peer's failure, or `late()` after the time-out."""
@@ -394,10 +385,10 @@ class StoreBarrier:
     def _call_roll(self, arrived: int) -> list[int]:
         """Return the ranks that do not answer that they wait here, too; none if all had arrived before it broke."""
         missing = list(self.ranks)
-        deadline = time.monotonic() + _ROLL_CALL
-        while len(missing) > len(self.ranks) - arrived and time.monotonic() < deadline:
-            time.sleep(0.01)
+        for _ in polls(_ROLL_CALL, len(self.ranks)):
             missing = [rank for rank in missing if not self._store.check([self._present(rank)])]
+            if len(missing) <= len(self.ranks) - arrived:
+                break
         return missing if arrived < len(self.ranks) else []
 
     def _present(self, rank: int) -> str:

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TypeVar
 
@@ -26,22 +26,32 @@ from . import sockets
 T = TypeVar("T")
 
 
-class Pause:
-    """Sleeps between polls: at first 50 µs, then a twentieth of the time waited, at most 20 ms."""
+def polls(seconds: float, ranks: int = 1) -> Iterator[None]:
+    """Yield for each poll, and sleep between them: at first 50 µs, then a twentieth of the time waited, at most 20 ms.
 
-    def __init__(self, first: float = 50e-6, longest: float = 0.02) -> None:
-        self._seconds = first
-        self._longest = longest
+    Args:
+        seconds: Time limit; the last poll comes after it.
+        ranks: Number of ranks that poll: they pause longer, to leave the store time for all of them.
+    """
+    deadline = time.monotonic() + seconds
+    pause = max(50e-6, 20e-6 * ranks)
+    longest = min(max(0.02, 1e-3 * ranks), 1.0)
+    while True:
+        is_last = time.monotonic() > deadline
+        yield
+        if is_last:
+            return
+        time.sleep(pause)
+        pause = min(1.05 * pause, longest)
 
-    @classmethod
-    def among(cls, ranks: int) -> Pause:
-        """Return pauses that leave the store time for the polls of this many ranks."""
-        return cls(max(50e-6, 20e-6 * ranks), min(max(0.02, 1e-3 * ranks), 1.0))
 
-    def __call__(self) -> None:
-        """Sleep, a little longer each time."""
-        time.sleep(self._seconds)
-        self._seconds = min(1.05 * self._seconds, self._longest)
+def count_in(store: dist.Store, key: str, expected: int, seconds: float, ranks: int = 1) -> None:
+    """Count this process under a key; wait, with a time limit, until as many as expected have."""
+    amount = 1
+    for _ in polls(seconds, ranks):
+        if store.add(key, amount) >= expected:
+            return
+        amount = 0
 
 
 ports: set[int] = set()  # of the stores that this process has used
@@ -170,8 +180,7 @@ def share_over_pmi(value: str | None) -> str:
     except (OSError, ValueError, KeyError, OverflowError) as error:  # what a strange descriptor or answer causes
         raise LaunchError(
             f"The MPI launcher does not answer on the descriptor in PMI_FD ({error}). Did a rank start this process? "
-            "It inherits the launcher's variables but is not a rank: start it without PMI_RANK and "
-            "PMI_SIZE."
+            "It inherits the launcher's variables but is not a rank: start it without PMI_RANK and PMI_SIZE."
         ) from error
 
 
@@ -189,12 +198,9 @@ def _share(pipe: socket.SocketIO, value: str | None) -> str:
 def _ask(pipe: socket.SocketIO, command: str) -> dict[str, str]:
     """Send a command; return the fields of the answer, one line of name=value."""
     pipe.write(f"cmd={command}\n".encode())
-    line = b""
-    while not line.endswith(b"\n"):
-        data = pipe.read(4096)
-        if not data:
-            raise LaunchError("The MPI launcher closed its PMI connection. Set MASTER_ADDR and MASTER_PORT instead.")
-        line += data
+    line = pipe.readline()
+    if not line.endswith(b"\n"):
+        raise LaunchError("The MPI launcher closed its PMI connection. Set MASTER_ADDR and MASTER_PORT instead.")
     return dict(word.split("=", 1) for word in line.decode().split() if "=" in word)
 
 
@@ -202,6 +208,7 @@ log = logging.getLogger(__name__)
 _NAME_PATIENCE = 60.0  # seconds: a headless service's name may appear late
 _GREETING = 60.0  # seconds for a busy store to answer
 _NEWS = 5.0  # seconds after which a wait for rank 0 is logged
+_KNOCKING = 1000  # ranks that may wait for one listener
 
 
 class PortTaken(LaunchError):
@@ -296,24 +303,22 @@ def connect_to_store(address: str, port: int, timeout: timedelta) -> dist.Store:
 def wait_for_listener(address: str, port: int, deadline: float) -> None:
     """Wait for a listener there; torch's own client would log C++ stacks and wait for twice the time-out."""
     start = time.monotonic()
-    pause = Pause(0.02, 1.0)
     news_at = start + _NEWS
-    while True:
+    for _ in polls(deadline - start, _KNOCKING):
         left = deadline - time.monotonic()
         try:
             sockets.connect(address, port, max(0.1, min(left, 5.0))).close()
             return
-        except OSError as error:
-            if left <= 0:
-                waited = time.monotonic() - start
-                raise LaunchError(
-                    f"Nobody answers at MASTER_ADDR:MASTER_PORT {address}:{port} after {waited:.0f} s ({error}). "
-                    "Is rank 0 running there, and the port open?"
-                ) from None
+        except OSError as failed:
+            error = failed
         if time.monotonic() > news_at:
             log.warning("waiting for rank 0 at %s:%d", printable(address), port)
             news_at = deadline
-        pause()
+    waited = time.monotonic() - start
+    raise LaunchError(
+        f"Nobody answers at MASTER_ADDR:MASTER_PORT {address}:{port} after {waited:.0f} s ({error}). "
+        "Is rank 0 running there, and the port open?"
+    )
 
 
 def _resolve(address: str, patience: float) -> None:
