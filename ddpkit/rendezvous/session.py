@@ -5,7 +5,6 @@ Each wait has a time-out, and ends when a rank fails.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -25,7 +24,7 @@ from ..parsing import parse, refuse_text
 from ..torch_internals import gloo_address
 from .failures import FAILURE, Failure, Failures
 from .sockets import FLUSH_SECONDS, cut, sockets_beside
-from .store import call_with_timeout, count_in, polls, read_long, read_text, read_texts, write_long
+from .store import call_with_timeout, count_in, polls, read_list, read_text, read_texts, write_list
 
 T = TypeVar("T")
 _CAUSE_TIMEOUT = timedelta(seconds=1.5)  # time for the watch to learn why a connection broke
@@ -156,12 +155,12 @@ class Session:
             self.barrier(key, timeout, used=[mine], ranks=ranks)
             if self.rank == first:
                 texts = read_texts(self.store, [f"{key}/from/{rank}" for rank in everyone])
-                self._used[ranks] += write_long(self.store, answer, _shorten(texts))
+                self._used[ranks] += write_list(self.store, answer, texts)
                 return texts
             host = self.hosts[first]
             words = f"{name}: rank {first} ({host}) arrived, but did not answer."
             self.wait_for_key(answer, timeout, lambda: BarrierTimeoutError(words, [(first, host)], []))
-            return _lengthen(read_long(self.store, answer), name, len(everyone))
+            return read_list(self.store, answer, len(everyone))
 
     def leave(self, linger: bool) -> None:
         """Leave; a rank that hosts the store waits up to 2 s for those that still need it."""
@@ -268,21 +267,6 @@ class Session:
                 del self._deadlines[thread]
             else:
                 self._deadlines[thread] = outer
-
-
-def _lengthen(found: str, name: str, expected: int) -> list[str]:
-    """Parse the result of `_shorten()`."""
-    runs = parse(found, name, {"runs": [tuple[str, int]]}, values=expected)["runs"]
-    texts = [one for one, count in runs for _ in range(min(count, expected + 1))]
-    if len(texts) != expected:
-        refuse_text(found, name)
-    return texts
-
-
-def _shorten(texts: list[str]) -> str:
-    """Join the texts of all ranks; consecutive equal ones once, with their number."""
-    runs = [(text, len(list(run))) for text, run in itertools.groupby(texts)]
-    return json.dumps({"runs": runs}, ensure_ascii=False)
 
 
 # Barriers: waits of all ranks for each other, on torch's key-value store.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import itertools
+import json
 import logging
 import os
 import re
@@ -19,7 +21,7 @@ import torch.distributed as dist
 from ..errors import LaunchError, printable
 from ..launch import detection
 from ..launch.launch import JOB_IDS, Launch
-from ..parsing import refuse_text
+from ..parsing import parse, refuse_text
 from ..torch_internals import torch_is_before
 from . import sockets
 
@@ -132,28 +134,36 @@ def read_texts(store: dist.Store, keys: list[str]) -> list[str]:
     return texts
 
 
-def write_long(store: dist.Store, key: str, text: str) -> list[str]:
-    """Write a text of any length; return its keys. It can be read once the first key exists."""
+def write_list(store: dist.Store, key: str, texts: list[str]) -> list[str]:
+    """Write texts of any length, consecutive equal ones once; return the keys. They can be read once `key` exists."""
+    runs = [(text, len(list(run))) for text, run in itertools.groupby(texts)]
+    joined = json.dumps({"runs": runs}, ensure_ascii=False)
     more = []
-    for number, start in enumerate(range(_PIECE, len(text), _PIECE)):
+    for number, start in enumerate(range(_PIECE, len(joined), _PIECE)):
         more.append(f"{key}/{number}")
-        store.set(more[-1], text[start : start + _PIECE])
-    store.set(key, f"{len(more)} {text[:_PIECE]}")
+        store.set(more[-1], joined[start : start + _PIECE])
+    store.set(key, f"{len(more)} {joined[:_PIECE]}")
     return [key, *more]
 
 
-def read_long(store: dist.Store, key: str) -> str:
-    """Read a text from `write_long`.
+def read_list(store: dist.Store, key: str, length: int) -> list[str]:
+    """Read so many texts from `write_list`.
 
     Raises:
-        LaunchError: If it is not one.
+        LaunchError: If it did not write them.
     """
     found = read_text(store, key)
     more, space, text = found.partition(" ")
     if not space or not re.fullmatch("[0-9]{1,4}", more):
         refuse_text(found, key)
     keys = [f"{key}/{number}" for number in range(int(more))]
-    return text + "".join(read_texts(store, keys) if keys else ())
+    if keys:
+        text += "".join(read_texts(store, keys))
+    runs = parse(text, key, {"runs": [tuple[str, int]]}, values=length)["runs"]
+    texts = [one for one, count in runs for _ in range(min(count, length + 1))]
+    if len(texts) != length:
+        refuse_text(text, key)
+    return texts
 
 
 def without_prefixes(store: dist.Store) -> dist.Store:
