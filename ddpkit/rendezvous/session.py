@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import InitVar, asdict, dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
@@ -26,7 +26,6 @@ from .failures import FAILURE, Failure, Failures
 from .sockets import FLUSH_SECONDS, cut, sockets_beside
 from .store import call_with_timeout, count_in, polls, read_list, read_text, read_texts, write_list
 
-T = TypeVar("T")
 _CAUSE_TIMEOUT = timedelta(seconds=1.5)  # time for the watch to learn why a connection broke
 _AFTERWARDS = timedelta(seconds=10)  # time after a time-out to learn which ranks are missing
 _LINGER = 2.0  # seconds that the store's host waits for ranks that are still leaving
@@ -188,36 +187,36 @@ class Session:
         if watch is not None:
             watch.show_ranks()
 
-    def until(self, ready: Callable[[], T | None], timeout: timedelta, late: Callable[[], T]) -> T:
-        """Poll until `ready()` is not None; return it, raise a peer's failure, or after the time-out call `late()`."""
+    def until(self, ready: Callable[[], bool], timeout: timedelta, late: Callable[[], DdpkitError | None]) -> None:
+        """Poll until `ready()`; raise a peer's failure, or after the time-out the error that `late()` returns."""
 
-        def look() -> T | None:
+        def look() -> bool:
             asked = time.monotonic()
-            value = ready()
-            failure = self.failures.look_up() if value is None else None
-            if failure:  # of a peer that may have arrived before it failed
-                value = ready()
-                if value is None:
-                    raise failure.to_error()
-            elif value is None and self.waits:
-                self.waits = *self.waits[:2], asked
-            return value
+            if ready():
+                return True
+            failure = self.failures.look_up()
+            if failure is None:
+                if self.waits:
+                    self.waits = *self.waits[:2], asked
+                return False
+            if ready():  # the peer may have arrived before it failed
+                return True
+            raise failure.to_error()
 
         ranks = len(self.hosts) if self.rank else 1  # other ranks often wait for rank 0
         with self._deadline(timeout) as deadline:
             for _ in polls(deadline - time.monotonic(), ranks):
-                value = look()
-                if value is not None:
-                    return value
+                if look():
+                    return
         with self._deadline(_AFTERWARDS, is_last=True):  # the store has answered so far
             self.show_ranks()
-            value = look()  # it may have arrived meanwhile
-            return late() if value is None else value
+            error = None if look() else late()  # it may have arrived meanwhile
+            if error is not None:
+                raise error
 
     def wait_for_key(self, key: str, timeout: timedelta, late: Callable[[], DdpkitError]) -> None:
         """Wait until a rank has written this key; raise a peer's failure, or `late()` after the time-out."""
-        if not self.until(lambda: self.store.check([key]) or None, timeout, lambda: False):
-            raise late()
+        self.until(lambda: self.store.check([key]), timeout, late)
 
     @contextmanager
     def bounded(self, timeout: timedelta) -> Iterator[None]:
@@ -334,8 +333,8 @@ class StoreBarrier:
             failure = asdict(self.session.failure_of(error))
             self._store.set(f"{self.key}/why", json.dumps({**failure, "module": str(type(error).__module__)}))
 
-    def _is_complete(self) -> bool | None:
-        """Return True if all have arrived, None if not; raise if that is no longer possible."""
+    def _is_complete(self) -> bool:
+        """Return whether all have arrived; raise if that is no longer possible."""
         if time.monotonic() > self._note_at:  # for ranks that miss this one elsewhere
             self._store.set(self._note, f"waits in {self.name} instead")
             self._note_at = math.inf
@@ -353,9 +352,9 @@ class StoreBarrier:
             failures.look_up()
             failures.raise_if_known()  # it may have left because another failed
             raise failures.departure(left[0])
-        return None
+        return False
 
-    def _give_up(self) -> bool:
+    def _give_up(self) -> None:
         """Break the barrier after the time-out."""
         self._store.set(self._present(self.session.rank), "")
         count = self._store.add(self.counter, _BROKEN_FLAG)
@@ -364,7 +363,7 @@ class StoreBarrier:
             notes = [(rank, note) for rank in missing if (note := self._note_of(rank))]
             why = {"missing": missing, "seconds": self.timeout.total_seconds(), "elsewhere": notes}
             self._store.set(f"{self.key}/why", json.dumps(why))
-        return self._explain()
+        self._explain()
 
     def _call_roll(self, arrived: int) -> list[int]:
         """Return the ranks that do not answer that they wait here, too; none if all had arrived before it broke."""

@@ -106,15 +106,13 @@ class WatchThread(threading.Thread):
 
     def wait_for_children(self, timeout: timedelta) -> None:
         """Wait until the ranks below this one are connected; from then on, the end of a connection is a failure."""
+        rank = self._session.rank
 
-        def is_full() -> bool | None:
-            return self.connections.is_full or None
+        def late() -> LaunchError:
+            absent = self.connections.absent()
+            return LaunchError(f"Ranks {absent} did not connect to the watch of rank {rank} within {timeout}.")
 
-        def late() -> bool:
-            absent, rank = self.connections.absent(), self._session.rank
-            raise LaunchError(f"Ranks {absent} did not connect to the watch of rank {rank} within {timeout}.")
-
-        self._session.until(is_full, timeout, late)
+        self._session.until(lambda: self.connections.is_full, timeout, late)
 
     def tell(self, failure: Failure) -> None:
         """Tell the other ranks that this one has failed."""

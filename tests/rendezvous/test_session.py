@@ -59,11 +59,12 @@ def test_each_wait_for_a_value_and_what_follows_its_time_out_have_time_of_their_
     def find_deadlines(session: Session) -> list[float]:
         left: list[float] = []
 
-        def ready() -> None:
+        def ready() -> bool:
             left.append((session.deadline or 0) - time.monotonic())
+            return False
 
         with session.bounded(timedelta(seconds=-60)):
-            session.until(ready, timedelta(seconds=0.2), lambda: True)
+            session.until(ready, timedelta(seconds=0.2), lambda: None)
         return left
 
     ((first, *_, last),), _ = on_threads(1, find_deadlines)
