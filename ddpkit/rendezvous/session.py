@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import InitVar, asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -24,7 +24,7 @@ from ..parsing import parse, refuse_text
 from ..torch_internals import gloo_address
 from .failures import FAILURE, Failure, Failures
 from .sockets import FLUSH_SECONDS, cut, sockets_beside
-from .store import call_with_timeout, count_in, polls, read_list, read_text, read_texts, write_list
+from .store import count_in, polls, read_list, read_texts, try_store, write_list
 
 _CAUSE_TIMEOUT = timedelta(seconds=1.5)  # time for the watch to learn why a connection broke
 _AFTERWARDS = timedelta(seconds=10)  # time after a time-out to learn which ranks are missing
@@ -57,6 +57,7 @@ class Session:
         waits: The wait for all ranks in which the main thread is: its key, its start, and when it asked the last
             question to which the answer was that ranks are missing.
         acted_at: Time of its last batch or collective.
+        deadlines: By thread, the end of its current wait, and whether that is the last, which nothing prolongs.
         connections: Those of the process group, to be cut after the job has failed.
     """
 
@@ -79,7 +80,7 @@ class Session:
         self.acted_at = time.monotonic()
         self.connections: set[int] = set()
         self._pid = os.getpid()
-        self._deadlines: dict[int, tuple[float, bool]] = {}  # end of each thread's current wait, if it is the last
+        self.deadlines: dict[int, tuple[float, bool]] = {}
         self._counts: dict[tuple[str, Ranks | None], int] = {}  # uses of each name, by the ranks that meet
         self._used: dict[Ranks | None, list[str]] = {}  # keys of these ranks' last meeting
 
@@ -167,19 +168,14 @@ class Session:
         expected = world_size if linger else 0
         if self.failures.known is not None and self.failures.known.type == "lost":  # it cannot leave by itself
             expected -= 1
-        with suppress(RuntimeError, TimeoutError):  # the store is gone, or its host is stopped
-            call_with_timeout(lambda: count_in(self.store, "left", expected, _LINGER, world_size), _LINGER + 1.0)
+        try_store(lambda: count_in(self.store, "left", expected, _LINGER, world_size), _LINGER + 1.0)
 
     # Waits of one rank, in any of its threads, for values that others write into the store.
 
     @property
     def deadline(self) -> float | None:
         """Return the end of this rank's current wait, the first of its threads'; None if there is none."""
-        return min((end for end, _ in list(self._deadlines.values())), default=None)
-
-    def is_waiting(self, thread: int | None) -> bool:
-        """Return whether the thread of this identity is in a wait."""
-        return thread in self._deadlines
+        return min((end for end, _ in list(self.deadlines.values())), default=None)
 
     def show_ranks(self) -> None:
         """Make rank 0 log what the ranks are doing after too long a wait."""
@@ -255,17 +251,17 @@ class Session:
         """Set the end of this thread's wait; what is inside of the last one, after a time-out, does not prolong it."""
         thread = threading.get_ident()
         deadline = time.monotonic() + timeout.total_seconds()
-        outer = self._deadlines.get(thread)
+        outer = self.deadlines.get(thread)
         if outer is not None and outer[1]:
             deadline, is_last = min(deadline, outer[0]), True
-        self._deadlines[thread] = deadline, is_last
+        self.deadlines[thread] = deadline, is_last
         try:
             yield deadline
         finally:
             if outer is None:
-                del self._deadlines[thread]
+                del self.deadlines[thread]
             else:
-                self._deadlines[thread] = outer
+                self.deadlines[thread] = outer
 
 
 # Barriers: waits of all ranks for each other, on torch's key-value store.
@@ -301,14 +297,14 @@ class StoreBarrier:
     def __post_init__(self) -> None:
         """Make its keys."""
         self._store = self.session.store
-        self._ends_at = time.monotonic() + self.timeout.total_seconds()
         self.name = self.key.rpartition("/")[0]
         self.counter = f"{self.key}/arrived"
-        self._note = f"waits/{self.session.rank}"  # where this rank records where it waits
+        self._note = _note_key(self.session.rank)
         self._note_at = math.inf
 
     def wait(self) -> None:
         """Arrive, and return when all ranks have."""
+        deadline = time.monotonic() + self.timeout.total_seconds()
         count = self._store.add(self.counter, 1)
         if count == len(self.ranks) or (count >= _BROKEN_FLAG and self._explain()):
             return
@@ -317,7 +313,7 @@ class StoreBarrier:
             now = time.monotonic()
             self.session.waits = self.key, now, now
         try:
-            left = timedelta(seconds=self._ends_at - time.monotonic())  # a slow store may have taken some
+            left = timedelta(seconds=deadline - time.monotonic())  # a slow store may have taken some
             self.session.until(self._is_complete, left, self._give_up)
         except BarrierTimeoutError:
             self._store.set(self._note, f"timed out in {self.name}")
@@ -360,7 +356,10 @@ class StoreBarrier:
         count = self._store.add(self.counter, _BROKEN_FLAG)
         if count < 2 * _BROKEN_FLAG:
             missing = self._call_roll(count - _BROKEN_FLAG)
-            notes = [(rank, note) for rank in missing if (note := self._note_of(rank))]
+            notes = []
+            for rank in missing:
+                if self._store.check([_note_key(rank)]):
+                    notes.append((rank, *read_texts(self._store, [_note_key(rank)])))
             why = {"missing": missing, "seconds": self.timeout.total_seconds(), "elsewhere": notes}
             self._store.set(f"{self.key}/why", json.dumps(why))
         self._explain()
@@ -376,11 +375,6 @@ class StoreBarrier:
 
     def _present(self, rank: int) -> str:
         return f"{self.key}/present/{rank}"
-
-    def _note_of(self, rank: int) -> str:
-        """Return where a missing rank recorded that it waits, "" if nowhere."""
-        key = f"waits/{rank}"
-        return read_text(self._store, key) if self._store.check([key]) else ""
 
     def _explain(self) -> bool:
         """Raise why the barrier broke; return True if the last rank arrived just before another timed out."""
@@ -409,6 +403,11 @@ class StoreBarrier:
         if self.session.rank in why["missing"]:
             text += f" This is rank {self.session.rank}, which arrived too late."
         return BarrierTimeoutError(text, missing, arrived, elsewhere)
+
+
+def _note_key(rank: int) -> str:
+    """Return the key under which a rank records where it waits."""
+    return f"waits/{rank}"
 
 
 def _names(places: Places) -> str:

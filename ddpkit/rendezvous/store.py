@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar
 
@@ -107,20 +108,18 @@ def call_with_timeout(work: Callable[[], T], seconds: float, check: Callable[[],
     return results[0]
 
 
+def try_store(work: Callable[[], T], seconds: float) -> T | None:
+    """Call a function that uses a store; return None if the store is gone, or its host does not answer in time."""
+    with suppress(RuntimeError, TimeoutError):
+        return call_with_timeout(work, seconds)
+    return None
+
+
 _PIECE = 1 << 20  # characters of a long text under one key
 
 
-def read_text(store: dist.Store, key: str) -> str:
-    """Read a text from the store.
-
-    Raises:
-        LaunchError: If the value is not text.
-    """
-    return read_texts(store, [key])[0]
-
-
 def read_texts(store: dist.Store, keys: list[str]) -> list[str]:
-    """Read several texts in one call.
+    """Read texts from the store, in one call.
 
     Raises:
         LaunchError: If one of them is not text.
@@ -152,7 +151,7 @@ def read_list(store: dist.Store, key: str, length: int) -> list[str]:
     Raises:
         LaunchError: If it did not write them.
     """
-    found = read_text(store, key)
+    (found,) = read_texts(store, [key])
     more, space, text = found.partition(" ")
     if not space or not re.fullmatch("[0-9]{1,4}", more):
         refuse_text(found, key)
