@@ -63,11 +63,6 @@ def probe(address: str, port: int) -> bool | None:
     return True
 
 
-def is_listening(address: str, port: int) -> bool:
-    """Return whether a program listens there and can be reached."""
-    return probe(address, port) is True
-
-
 def encoded(address: str) -> Any:
     """Encode a host's name for the resolver: with a `str` Python imports a codec, which takes milliseconds."""
     return address.encode() if address.isascii() else address

@@ -28,7 +28,7 @@ from ..rendezvous import sockets
 from ..rendezvous.failures import Failure, JobContinues
 from ..rendezvous.generation import Generation
 from ..rendezvous.session import Session
-from ..rendezvous.sockets import is_listening, probe
+from ..rendezvous.sockets import probe
 from ..rendezvous.store import call_with_timeout, connect_to_store, host_on, polls
 
 log = logging.getLogger(__name__)
@@ -403,7 +403,7 @@ class Refusals(threading.Thread):
             self._over.wait(_BETWEEN_CALLS)
 
     def _has_refused_all(self) -> bool:
-        if self._store is None and is_listening(*self._address):
+        if self._store is None and probe(*self._address):
             latest = Generation.latest(connect_to_store(*self._address, _ANSWERING))
             if latest is not None and not latest.is_complete():  # a complete start is that of another job
                 latest.give_up(self._reason)
