@@ -102,7 +102,7 @@ class Generation:
 
     def members(self) -> Members:
         """Return the members of a complete job."""
-        return Members.from_json(self.store.get("members"), "members")
+        return Members.from_json(self.store.get("members"))
 
     def is_over(self) -> bool:
         """Return whether all ranks have left normally: then no rank reads or writes here any more."""
