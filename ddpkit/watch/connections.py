@@ -152,7 +152,7 @@ class Connections:
             time.sleep(0.005)
 
     def wake(self) -> None:
-        """End the poll of the other thread."""
+        """End the poll of the other thread; safe in a signal handler."""
         with suppress(OSError):  # full, or closed
             self._wake.send(b"x")
 

@@ -336,14 +336,9 @@ class WatchThread(threading.Thread):
                 _log(logging.ERROR, "\n".join(lines))
                 self._has_answered.set()
             if self._report.deadlock and self._failures.known is None:
-                host = self._session.hosts[0]
-                self._on_failure(Failure(-1, host, MismatchError.__name__, self._report.deadlock, ""))
+                self._on_failure(Failure.of(-1, MismatchError(self._report.deadlock)))
 
     # The step at which all stop.
-
-    def wake(self) -> None:
-        """Make the thread check for this rank's stop request; safe in a signal handler."""
-        self.connections.wake()
 
     def _agree_to_stop(self) -> None:
         """Forward this rank's stop request; on rank 0 decide once all have answered."""
