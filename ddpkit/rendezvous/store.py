@@ -67,8 +67,9 @@ def _end_threads() -> None:
     """Let no thread return from torch's code to an interpreter that has ended: that would abort the process."""
     deadline = time.monotonic() + _AT_EXIT
     waiting = [thread for thread in _abandoned if thread.is_alive()]
-    for port in ports if waiting else ():
-        sockets.cut(sockets.sockets_to(port))
+    if waiting:
+        for port in ports:
+            sockets.cut(sockets.sockets_to(port))
     for thread in waiting:
         thread.join(max(0.0, deadline - time.monotonic()))
 
@@ -185,23 +186,20 @@ def share_over_pmi(value: str | None) -> str:
     """
     try:
         with socket.socket(fileno=os.dup(int(os.environ["PMI_FD"]))) as connection:  # raises for a file
-            return _share(connection.makefile("rwb", buffering=0), value)
+            pipe = connection.makefile("rwb", buffering=0)
+            _ask(pipe, "init pmi_version=1 pmi_subversion=1")
+            space = _ask(pipe, "get_my_kvsname")["kvsname"]
+            if value is not None:
+                _ask(pipe, f"put kvsname={space} key=ddpkit value={value}")
+            _ask(pipe, "barrier_in")
+            answer = _ask(pipe, f"get kvsname={space} key=ddpkit")["value"]
+            _ask(pipe, "finalize")
+            return answer
     except (OSError, ValueError, KeyError, OverflowError) as error:  # what a strange descriptor or answer causes
         raise LaunchError(
             f"The MPI launcher does not answer on the descriptor in PMI_FD ({error}). Did a rank start this process? "
             "It inherits the launcher's variables but is not a rank: start it without PMI_RANK and PMI_SIZE."
         ) from error
-
-
-def _share(pipe: socket.SocketIO, value: str | None) -> str:
-    _ask(pipe, "init pmi_version=1 pmi_subversion=1")
-    space = _ask(pipe, "get_my_kvsname")["kvsname"]
-    if value is not None:
-        _ask(pipe, f"put kvsname={space} key=ddpkit value={value}")
-    _ask(pipe, "barrier_in")
-    answer = _ask(pipe, f"get kvsname={space} key=ddpkit")["value"]
-    _ask(pipe, "finalize")
-    return answer
 
 
 def _ask(pipe: socket.SocketIO, command: str) -> dict[str, str]:
