@@ -237,10 +237,20 @@ def open_store(address: str, port: int, is_host: bool, timeout: timedelta) -> di
     """Open the job's store: as its host, or as a client that waits for the host to come up."""
     deadline = time.monotonic() + timeout.total_seconds()
     _resolve(address, min(_NAME_PATIENCE, timeout.total_seconds()))
-    if is_host:
-        return _host(address, port, timeout)
-    wait_for_listener(address, port, deadline)
-    return connect_to_store(address, port, timeout)
+    if not is_host:
+        wait_for_listener(address, port, deadline)
+        return connect_to_store(address, port, timeout)
+    try:
+        return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timeout)
+    except RuntimeError as error:  # torch 2.6 raises no DistNetworkError here
+        if "EADDRINUSE" not in str(error):
+            raise LaunchError(f"Rank 0 cannot host the store at {address}:{port}: {error}") from error
+        raise PortTaken(
+            f"Rank 0 on {socket.gethostname()} (pid {os.getpid()}) cannot host the store: port {port} of {address} "
+            "is taken. Do two processes have RANK=0, or two jobs this MASTER_PORT? Give each job its own.",
+            address,
+            port,
+        ) from error
 
 
 def find_master(launch: Launch, timeout: timedelta) -> tuple[dist.Store, str, int]:
@@ -265,20 +275,6 @@ def find_master(launch: Launch, timeout: timedelta) -> tuple[dist.Store, str, in
         )
     is_host = launch.rank == 0 and not store_outlives_ranks(launch)
     return open_store(address, port, is_host, timeout), address, port
-
-
-def _host(address: str, port: int, timeout: timedelta) -> dist.Store:
-    try:
-        return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timeout)
-    except RuntimeError as error:  # torch 2.6 raises no DistNetworkError here
-        if "EADDRINUSE" not in str(error):
-            raise LaunchError(f"Rank 0 cannot host the store at {address}:{port}: {error}") from error
-        raise PortTaken(
-            f"Rank 0 on {socket.gethostname()} (pid {os.getpid()}) cannot host the store: port {port} of {address} "
-            "is taken. Do two processes have RANK=0, or two jobs this MASTER_PORT? Give each job its own.",
-            address,
-            port,
-        ) from error
 
 
 def host_on(host: str) -> dist.TCPStore:
