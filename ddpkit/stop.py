@@ -191,17 +191,17 @@ def _warn_of_late_request() -> None:
 def _wait_for_decision(session: Session, agreement: StopAgreement) -> None:
     """Wait until rank 0 announces the step at which all stop, or until it or a rank between has left."""
 
-    def is_decided() -> bool | None:
+    def is_decided() -> bool:
         is_cut_off = any(is_below(session.rank, other) for other in session.failures.left)
-        return agreement.decision is not None or is_cut_off or None
+        return agreement.decision is not None or is_cut_off
 
-    def late() -> bool:
+    def late() -> BarrierTimeoutError:
         missing = [0]
         if session.rank == 0:
             missing = agreement.missing(session.failures.left)
         named = [(rank, session.hosts[rank]) for rank in missing]
         words = ", ".join(f"rank {rank} ({host})" for rank, host in named)
-        raise BarrierTimeoutError(
+        return BarrierTimeoutError(
             f"The ranks did not agree at which step to stop within {session.timeout}: {words} gave no answer.",
             named,
             [],

@@ -446,7 +446,7 @@ def _check_thread(job: Job, thread: threading.Thread) -> None:
     if session.failures.known is None:
         session.failures.known = failure
         if job.watch:
-            job.watch.wake()
+            job.watch.connections.wake()
     job.refused = True
     job.caller = None  # so that no thread calls one any more
     session.failures.announce(failure)

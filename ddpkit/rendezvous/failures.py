@@ -10,7 +10,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from traceback import FrameSummary
 from types import TracebackType
@@ -32,7 +31,7 @@ from ..errors import (
 )
 from ..launch.process_tree import Lost
 from ..parsing import parse, refuse_text
-from .store import call_with_timeout
+from .store import try_store
 
 GRACE = 5.0  # default seconds for a main thread to handle a failure
 
@@ -100,14 +99,18 @@ class Failure:
 FAILURE = get_type_hints(Failure)  # the form of its JSON
 
 
-def record_failure(store: dist.Store, failure: Failure) -> None:
-    """Record the failure of a job, unless there is an earlier one."""
-    store.compare_set("failure", "", failure.to_json())
+def record_failure(store: dist.Store, failure: Failure) -> Failure:
+    """Record the failure of a job, unless there is an earlier one; return the first."""
+    return _parsed(store.compare_set("failure", "", failure.to_json()))
 
 
 def first_failure(store: dist.Store) -> Failure | None:
     """Return the failure of a job, None if there is none."""
-    return Failure.from_fields(parse(store.get("failure"), "failure", FAILURE)) if store.check(["failure"]) else None
+    return _parsed(store.get("failure")) if store.check(["failure"]) else None
+
+
+def _parsed(text: bytes) -> Failure:
+    return Failure.from_fields(parse(text, "failure", FAILURE))
 
 
 @dataclass(eq=False)
@@ -144,8 +147,7 @@ class Failures:
 
     def announce(self, failure: Failure, patience: float = 2.0) -> None:
         """Write a failure into the store, within a time limit, for ranks that read it there."""
-        with suppress(RuntimeError, TimeoutError):  # the store is gone, or its host is stopped
-            call_with_timeout(lambda: record_failure(self.store, failure), patience)
+        try_store(lambda: record_failure(self.store, failure), patience)
 
     def look_up(self) -> Failure | None:
         """Return the first failure; ask the store if this rank knows of none."""
@@ -156,12 +158,6 @@ class Failures:
             if self.known is None:  # still: the watch may have received one meanwhile
                 self.known = failure
         return self.known
-
-    def ask_store(self, patience: float) -> Failure | None:
-        """Return the first failure in the store; None if there is none, or no answer within the time limit."""
-        with suppress(RuntimeError, TimeoutError):  # the store is gone, or its host is stopped
-            return call_with_timeout(self.look_up, patience)
-        return None
 
     def raise_if_known(self) -> None:
         """Raise if this rank knows that any rank has failed."""

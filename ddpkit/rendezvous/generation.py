@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +17,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from ..errors import LaunchError
+from ..errors import DdpkitError, LaunchError
 from ..launch.detection import detect_launch
 from ..launch.launch import Launch
 from ..launch.process_tree import Lost
@@ -26,7 +25,7 @@ from ..parsing import encode, refuse_text
 from .failures import Failure, JobContinues, first_failure, record_failure
 from .members import Member, Members, claim_key
 from .sockets import connect
-from .store import Pause, call_with_timeout
+from .store import call_with_timeout, count_in, polls
 
 # One start of a job in the store: the claims, its members, and the reason if it was cancelled.
 #
@@ -103,7 +102,7 @@ class Generation:
 
     def members(self) -> Members:
         """Return the members of a complete job."""
-        return Members.from_json(self.store.get("members"), "members")
+        return Members.from_json(self.store.get("members"))
 
     def is_over(self) -> bool:
         """Return whether all ranks have left normally: then no rank reads or writes here any more."""
@@ -125,23 +124,26 @@ class Generation:
 
     # Cancelling.
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str) -> Failure:
         """Record why this job cannot start; the first reason stays. Ranks that have joined get it, too."""
-        self.give_up(Failure.of(-1, LaunchError(reason)))
+        return self.give_up(Failure.of(-1, LaunchError(reason)))
 
-    def give_up(self, failure: Failure) -> None:
-        """Record why this job cannot start, as `fail()`."""
-        record_failure(self.store, failure)
+    def give_up(self, failure: Failure) -> Failure:
+        """Record why this job cannot start, as `fail()`; return the first reason."""
+        first = record_failure(self.store, failure)
         members = self.members() if self.is_complete() else None
         if members and members.watch_address:  # only watches, to which rank 0's forwards it, reach ranks that joined
             with suppress(OSError), connect(*members.watch_address, 2) as connection:
                 connection.sendall(encode(token=members.token, failure=failure))
+        return first
 
-    def fail_for_absence(self, world_size: int, timeout: timedelta) -> None:
-        """Record which ranks did not join in time."""
+    def absence(self, world_size: int, timeout: timedelta, readers: int = 0) -> DdpkitError:
+        """Record which ranks did not join in time; return the error with the first reason."""
         absent = [rank for rank in range(world_size) if not self.store.check([claim_key(rank)])]
         advice = "Check that each one is running, with this MASTER_ADDR and MASTER_PORT."
-        self.fail(f"Ranks {absent} of {world_size} did not join within {timeout}. {advice}")
+        first = self.fail(f"Ranks {absent} of {world_size} did not join within {timeout}. {advice}")
+        self.await_readers(readers, 2.0)
+        return first.to_error()
 
     def raise_if_failed(self, readers: int = 0) -> None:
         """Raise the reason why this job cannot start, if there is one.
@@ -162,11 +164,7 @@ class Generation:
 
     def await_readers(self, readers: int, seconds: float) -> None:
         """Count this rank as a reader of the reason; wait, with a time limit, for this number of readers."""
-        count = self.store.add("readers", 1)
-        deadline = time.monotonic() + seconds
-        while count < readers and time.monotonic() < deadline:
-            time.sleep(0.01)
-            count = self.store.add("readers", 0)
+        count_in(self.store, "readers", readers, seconds)
 
 
 def _claimant_key(number: int) -> str:
@@ -216,12 +214,11 @@ def join(store: dist.Store, me: Member, timeout: timedelta, peer_lost: Lost = st
     Raises:
         LaunchError: On every rank, if the ranks do not fit together or do not come.
     """
-    deadline = time.monotonic() + timeout.total_seconds()
     meet = _collect_claims if me.rank == 0 else _claim_until_accepted
     seconds = timeout.total_seconds() + _STORE_GRACE
     check = partial(raise_if_peer_lost, peer_lost)
     try:
-        return call_with_timeout(lambda: meet(store, me, deadline, timeout), seconds, check)
+        return call_with_timeout(lambda: meet(store, me, timeout), seconds, check)
     except TimeoutError:
         raise LaunchError(
             f"Rank {me.rank} did not join within {timeout}: the store does not answer. Is the process that hosts it, "
@@ -252,7 +249,7 @@ def complete_launch(launch: Launch, members: Members) -> Launch:
     return replace(launch, **untold)
 
 
-def _collect_claims(store: dist.Store, me: Member, deadline: float, timeout: timedelta) -> Start:
+def _collect_claims(store: dist.Store, me: Member, timeout: timedelta) -> Start:
     """Begin a generation, as rank 0, and publish its members when all ranks are claimed."""
     former = Generation.latest(store)
     if former:
@@ -264,8 +261,7 @@ def _collect_claims(store: dist.Store, me: Member, deadline: float, timeout: tim
     claims = {0: me}
     seen = 0
     readers = 0 if me.store_outlives_ranks else me.world_size
-    pause = Pause()
-    while len(claims) < me.world_size:
+    for _ in polls(timeout.total_seconds()):
         for claim in generation.claims_after(seen):
             seen += 1
             claims[claim.rank] = claim
@@ -273,21 +269,21 @@ def _collect_claims(store: dist.Store, me: Member, deadline: float, timeout: tim
             if problem:
                 generation.fail(problem)
         generation.raise_if_failed(readers)
-        if time.monotonic() > deadline:
-            generation.fail_for_absence(me.world_size, timeout)
-        pause()
+        if len(claims) == me.world_size:
+            break
+    else:
+        raise generation.absence(me.world_size, timeout, readers)
     members = Members.of([claims[rank] for rank in range(me.world_size)])
     generation.publish(members)
     generation.raise_if_failed(readers)  # the reason may come before the writer could see the members
     return generation.store, members
 
 
-def _claim_until_accepted(store: dist.Store, me: Member, deadline: float, timeout: timedelta) -> Start:
+def _claim_until_accepted(store: dist.Store, me: Member, timeout: timedelta) -> Start:
     """Claim this rank in the newest generation, and in each newer one, until rank 0 publishes its members."""
     seen = -1
     claimed = None
-    pause = Pause.among(me.world_size)
-    while True:
+    for _ in polls(timeout.total_seconds(), me.world_size):
         latest = Generation.latest(store)
         if latest and latest.number > seen:  # earlier ones belong to dead attempts
             seen = latest.number
@@ -296,13 +292,9 @@ def _claim_until_accepted(store: dist.Store, me: Member, deadline: float, timeou
         members = _accepted(claimed, me) if claimed else None
         if claimed and members:
             return claimed.store, members
-        if time.monotonic() > deadline:
-            if claimed is None:
-                raise LaunchError(
-                    f"Rank 0 did not join within {timeout}. Is it running, and is MASTER_ADDR its address?"
-                )
-            claimed.fail_for_absence(me.world_size, timeout)
-        pause()
+    if claimed is None:
+        raise LaunchError(f"Rank 0 did not join within {timeout}. Is it running, and is MASTER_ADDR its address?")
+    raise claimed.absence(me.world_size, timeout)
 
 
 def _claim(generation: Generation, me: Member) -> bool:

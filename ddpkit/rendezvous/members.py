@@ -139,12 +139,12 @@ class Members:
         return cls(claims[0].nonce, claims[0].watch_address, nodes, node_of, sharers)
 
     @classmethod
-    def from_json(cls, text: bytes | str, key: str) -> Members:
-        """Parse the description stored under this key."""
-        members = cls(**_fields_of(cls, text, key))
+    def from_json(cls, text: bytes | str) -> Members:
+        """Parse the description from the store."""
+        members = cls(**_fields_of(cls, text, "members"))
         numbers = range(len(members.nodes))
         if not all(node in numbers for node in members.node_of) or len(members.sharers) != members.world_size:
-            refuse_text(text, key)
+            refuse_text(text, "members")
         return members
 
     def to_json(self) -> str:

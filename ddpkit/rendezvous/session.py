@@ -5,17 +5,16 @@ Each wait has a time-out, and ends when a rank fails.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import InitVar, asdict, dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
@@ -25,9 +24,8 @@ from ..parsing import parse, refuse_text
 from ..torch_internals import gloo_address
 from .failures import FAILURE, Failure, Failures
 from .sockets import FLUSH_SECONDS, cut, sockets_beside
-from .store import Pause, call_with_timeout, read_long, read_text, read_texts, write_long
+from .store import count_in, polls, read_list, read_texts, try_store, write_list
 
-T = TypeVar("T")
 _CAUSE_TIMEOUT = timedelta(seconds=1.5)  # time for the watch to learn why a connection broke
 _AFTERWARDS = timedelta(seconds=10)  # time after a time-out to learn which ranks are missing
 _LINGER = 2.0  # seconds that the store's host waits for ranks that are still leaving
@@ -59,6 +57,7 @@ class Session:
         waits: The wait for all ranks in which the main thread is: its key, its start, and when it asked the last
             question to which the answer was that ranks are missing.
         acted_at: Time of its last batch or collective.
+        deadlines: By thread, the end of its current wait, and whether that is the last, which nothing prolongs.
         connections: Those of the process group, to be cut after the job has failed.
     """
 
@@ -81,7 +80,7 @@ class Session:
         self.acted_at = time.monotonic()
         self.connections: set[int] = set()
         self._pid = os.getpid()
-        self._deadlines: dict[int, tuple[float, bool]] = {}  # end of each thread's current wait, if it is the last
+        self.deadlines: dict[int, tuple[float, bool]] = {}
         self._counts: dict[tuple[str, Ranks | None], int] = {}  # uses of each name, by the ranks that meet
         self._used: dict[Ranks | None, list[str]] = {}  # keys of these ranks' last meeting
 
@@ -156,41 +155,27 @@ class Session:
             self.barrier(key, timeout, used=[mine], ranks=ranks)
             if self.rank == first:
                 texts = read_texts(self.store, [f"{key}/from/{rank}" for rank in everyone])
-                self._used[ranks] += write_long(self.store, answer, _shorten(texts))
+                self._used[ranks] += write_list(self.store, answer, texts)
                 return texts
             host = self.hosts[first]
             words = f"{name}: rank {first} ({host}) arrived, but did not answer."
             self.wait_for_key(answer, timeout, lambda: BarrierTimeoutError(words, [(first, host)], []))
-            return _lengthen(read_long(self.store, answer), name, len(everyone))
+            return read_list(self.store, answer, len(everyone))
 
     def leave(self, linger: bool) -> None:
         """Leave; a rank that hosts the store waits up to 2 s for those that still need it."""
-        with suppress(RuntimeError, TimeoutError):  # the store is gone, or its host is stopped
-            call_with_timeout(lambda: self._count_out(linger), _LINGER + 1.0)
-
-    def _count_out(self, linger: bool) -> None:
-        left = self.store.add("left", 1)
-        if not linger:
-            return
-        expected = len(self.hosts)
+        world_size = len(self.hosts)
+        expected = world_size if linger else 0
         if self.failures.known is not None and self.failures.known.type == "lost":  # it cannot leave by itself
             expected -= 1
-        pause = Pause.among(len(self.hosts))
-        deadline = time.monotonic() + _LINGER
-        while left < expected and time.monotonic() < deadline:
-            pause()
-            left = self.store.add("left", 0)
+        try_store(lambda: count_in(self.store, "left", expected, _LINGER, world_size), _LINGER + 1.0)
 
     # Waits of one rank, in any of its threads, for values that others write into the store.
 
     @property
     def deadline(self) -> float | None:
         """Return the end of this rank's current wait, the first of its threads'; None if there is none."""
-        return min((end for end, _ in list(self._deadlines.values())), default=None)
-
-    def is_waiting(self, thread: int | None) -> bool:
-        """Return whether the thread of this identity is in a wait."""
-        return thread in self._deadlines
+        return min((end for end, _ in list(self.deadlines.values())), default=None)
 
     def show_ranks(self) -> None:
         """Make rank 0 log what the ranks are doing after too long a wait."""
@@ -198,36 +183,36 @@ class Session:
         if watch is not None:
             watch.show_ranks()
 
-    def until(self, ready: Callable[[], T | None], timeout: timedelta, late: Callable[[], T]) -> T:
-        """Poll until `ready()` is not None; return it, raise a peer's failure, or after the time-out call `late()`."""
-        pause = Pause.among(len(self.hosts) if self.rank else 1)  # other ranks often wait for rank 0
+    def until(self, ready: Callable[[], bool], timeout: timedelta, late: Callable[[], DdpkitError | None]) -> None:
+        """Poll until `ready()`; raise a peer's failure, or after the time-out the error that `late()` returns."""
 
-        def look() -> T | None:
+        def look() -> bool:
             asked = time.monotonic()
-            value = ready()
-            failure = self.failures.look_up() if value is None else None
-            if failure:  # of a peer that may have arrived before it failed
-                value = ready()
-                if value is None:
-                    raise failure.to_error()
-            elif value is None and self.waits:
-                self.waits = *self.waits[:2], asked
-            return value
+            if ready():
+                return True
+            failure = self.failures.look_up()
+            if failure is None:
+                if self.waits:
+                    self.waits = *self.waits[:2], asked
+                return False
+            if ready():  # the peer may have arrived before it failed
+                return True
+            raise failure.to_error()
 
+        ranks = len(self.hosts) if self.rank else 1  # other ranks often wait for rank 0
         with self._deadline(timeout) as deadline:
-            while (value := look()) is None and time.monotonic() <= deadline:
-                pause()
-        if value is None:
-            with self._deadline(_AFTERWARDS, is_last=True):  # the store has answered so far
-                self.show_ranks()
-                value = look()  # it may have arrived meanwhile
-                return late() if value is None else value
-        return value
+            for _ in polls(deadline - time.monotonic(), ranks):
+                if look():
+                    return
+        with self._deadline(_AFTERWARDS, is_last=True):  # the store has answered so far
+            self.show_ranks()
+            error = None if look() else late()  # it may have arrived meanwhile
+            if error is not None:
+                raise error
 
     def wait_for_key(self, key: str, timeout: timedelta, late: Callable[[], DdpkitError]) -> None:
         """Wait until a rank has written this key; raise a peer's failure, or `late()` after the time-out."""
-        if not self.until(lambda: self.store.check([key]) or None, timeout, lambda: False):
-            raise late()
+        self.until(lambda: self.store.check([key]), timeout, late)
 
     @contextmanager
     def bounded(self, timeout: timedelta) -> Iterator[None]:
@@ -266,32 +251,17 @@ class Session:
         """Set the end of this thread's wait; what is inside of the last one, after a time-out, does not prolong it."""
         thread = threading.get_ident()
         deadline = time.monotonic() + timeout.total_seconds()
-        outer = self._deadlines.get(thread)
+        outer = self.deadlines.get(thread)
         if outer is not None and outer[1]:
             deadline, is_last = min(deadline, outer[0]), True
-        self._deadlines[thread] = deadline, is_last
+        self.deadlines[thread] = deadline, is_last
         try:
             yield deadline
         finally:
             if outer is None:
-                del self._deadlines[thread]
+                del self.deadlines[thread]
             else:
-                self._deadlines[thread] = outer
-
-
-def _lengthen(found: str, name: str, expected: int) -> list[str]:
-    """Parse the result of `_shorten()`."""
-    runs = parse(found, name, {"runs": [tuple[str, int]]}, values=expected)["runs"]
-    texts = [one for one, count in runs for _ in range(min(count, expected + 1))]
-    if len(texts) != expected:
-        refuse_text(found, name)
-    return texts
-
-
-def _shorten(texts: list[str]) -> str:
-    """Join the texts of all ranks; consecutive equal ones once, with their number."""
-    runs = [(text, len(list(run))) for text, run in itertools.groupby(texts)]
-    return json.dumps({"runs": runs}, ensure_ascii=False)
+                self.deadlines[thread] = outer
 
 
 # Barriers: waits of all ranks for each other, on torch's key-value store.
@@ -327,14 +297,14 @@ class StoreBarrier:
     def __post_init__(self) -> None:
         """Make its keys."""
         self._store = self.session.store
-        self._ends_at = time.monotonic() + self.timeout.total_seconds()
         self.name = self.key.rpartition("/")[0]
         self.counter = f"{self.key}/arrived"
-        self._note = f"waits/{self.session.rank}"  # where this rank records where it waits
+        self._note = _note_key(self.session.rank)
         self._note_at = math.inf
 
     def wait(self) -> None:
         """Arrive, and return when all ranks have."""
+        deadline = time.monotonic() + self.timeout.total_seconds()
         count = self._store.add(self.counter, 1)
         if count == len(self.ranks) or (count >= _BROKEN_FLAG and self._explain()):
             return
@@ -343,7 +313,7 @@ class StoreBarrier:
             now = time.monotonic()
             self.session.waits = self.key, now, now
         try:
-            left = timedelta(seconds=self._ends_at - time.monotonic())  # a slow store may have taken some
+            left = timedelta(seconds=deadline - time.monotonic())  # a slow store may have taken some
             self.session.until(self._is_complete, left, self._give_up)
         except BarrierTimeoutError:
             self._store.set(self._note, f"timed out in {self.name}")
@@ -359,8 +329,8 @@ class StoreBarrier:
             failure = asdict(self.session.failure_of(error))
             self._store.set(f"{self.key}/why", json.dumps({**failure, "module": str(type(error).__module__)}))
 
-    def _is_complete(self) -> bool | None:
-        """Return True if all have arrived, None if not; raise if that is no longer possible."""
+    def _is_complete(self) -> bool:
+        """Return whether all have arrived; raise if that is no longer possible."""
         if time.monotonic() > self._note_at:  # for ranks that miss this one elsewhere
             self._store.set(self._note, f"waits in {self.name} instead")
             self._note_at = math.inf
@@ -378,35 +348,33 @@ class StoreBarrier:
             failures.look_up()
             failures.raise_if_known()  # it may have left because another failed
             raise failures.departure(left[0])
-        return None
+        return False
 
-    def _give_up(self) -> bool:
+    def _give_up(self) -> None:
         """Break the barrier after the time-out."""
         self._store.set(self._present(self.session.rank), "")
         count = self._store.add(self.counter, _BROKEN_FLAG)
         if count < 2 * _BROKEN_FLAG:
             missing = self._call_roll(count - _BROKEN_FLAG)
-            notes = [(rank, note) for rank in missing if (note := self._note_of(rank))]
+            notes = []
+            for rank in missing:
+                if self._store.check([_note_key(rank)]):
+                    notes.append((rank, *read_texts(self._store, [_note_key(rank)])))
             why = {"missing": missing, "seconds": self.timeout.total_seconds(), "elsewhere": notes}
             self._store.set(f"{self.key}/why", json.dumps(why))
-        return self._explain()
+        self._explain()
 
     def _call_roll(self, arrived: int) -> list[int]:
         """Return the ranks that do not answer that they wait here, too; none if all had arrived before it broke."""
         missing = list(self.ranks)
-        deadline = time.monotonic() + _ROLL_CALL
-        while len(missing) > len(self.ranks) - arrived and time.monotonic() < deadline:
-            time.sleep(0.01)
+        for _ in polls(_ROLL_CALL, len(self.ranks)):
             missing = [rank for rank in missing if not self._store.check([self._present(rank)])]
+            if len(missing) <= len(self.ranks) - arrived:
+                break
         return missing if arrived < len(self.ranks) else []
 
     def _present(self, rank: int) -> str:
         return f"{self.key}/present/{rank}"
-
-    def _note_of(self, rank: int) -> str:
-        """Return where a missing rank recorded that it waits, "" if nowhere."""
-        key = f"waits/{rank}"
-        return read_text(self._store, key) if self._store.check([key]) else ""
 
     def _explain(self) -> bool:
         """Raise why the barrier broke; return True if the last rank arrived just before another timed out."""
@@ -435,6 +403,11 @@ class StoreBarrier:
         if self.session.rank in why["missing"]:
             text += f" This is rank {self.session.rank}, which arrived too late."
         return BarrierTimeoutError(text, missing, arrived, elsewhere)
+
+
+def _note_key(rank: int) -> str:
+    """Return the key under which a rank records where it waits."""
+    return f"waits/{rank}"
 
 
 def _names(places: Places) -> str:

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import ipaddress
 import os
+import re
 import socket
 import stat
 import sys
@@ -34,7 +35,9 @@ def listen(address: str, one_node: bool) -> Listener:
     """
     for interface in ("127.0.0.1", "::1") if one_node else (address,):
         with suppress(OSError):
-            listener = _listen_on(interface)
+            numeric = socket.getaddrinfo(encoded(interface), 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+            family, _, _, _, place = numeric[0]
+            listener = socket.create_server(place, family=family, backlog=1024)
             host, port = listener.getsockname()[:2]
             return listener, (host, port)
     try:
@@ -42,19 +45,6 @@ def listen(address: str, one_node: bool) -> Listener:
     except (OSError, ValueError):  # a machine without IPv6, or without sockets for both
         listener = socket.create_server(("", 0), backlog=1024)
     return listener, (address, listener.getsockname()[1])
-
-
-def _listen_on(interface: str) -> socket.socket:
-    numeric = socket.getaddrinfo(encoded(interface), 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
-    family, _, _, _, address = numeric[0]
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.bind(address)
-        listener.listen(1024)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 def connect(address: str, port: int, timeout: float) -> socket.socket:
@@ -71,11 +61,6 @@ def probe(address: str, port: int) -> bool | None:
     except OSError:
         return None
     return True
-
-
-def is_listening(address: str, port: int) -> bool:
-    """Return whether a program listens there and can be reached."""
-    return probe(address, port) is True
 
 
 def encoded(address: str) -> Any:
@@ -108,28 +93,18 @@ def sockets_beside(listener: bytes) -> set[int]:
     Args:
         listener: Its address in the kernel's form, with anything after it.
     """
-    with suppress(OSError):
-        for name in os.listdir("/proc/self/fd"):
-            found = _watched_sockets(name)
-            addresses = {_address(_libc().getsockname, descriptor) for descriptor in found} - {b""}
-            if listener.startswith(tuple(addresses)):
-                return set(found.values())
+    numbers = dict(_open_sockets())
+    for link in Path("/proc/self/fd").glob("*"):
+        polled: list[str] = []
+        with suppress(OSError):
+            if os.readlink(link) == "anon_inode:[eventpoll]":
+                text = Path("/proc/self/fdinfo", link.name).read_text()
+                polled = re.findall(r"^tfd: *(\d+)", text, re.MULTILINE)
+        found = numbers.keys() & map(int, polled)
+        addresses = {_address(_libc().getsockname, descriptor) for descriptor in found} - {b""}
+        if listener.startswith(tuple(addresses)):
+            return {numbers[descriptor] for descriptor in found}
     return set()
-
-
-def _watched_sockets(name: str) -> dict[int, int]:
-    """Return the sockets of an epoll instance, by descriptor; none for other descriptors."""
-    found = {}
-    with suppress(OSError):
-        if os.readlink(f"/proc/self/fd/{name}") != "anon_inode:[eventpoll]":
-            return {}
-        for line in Path("/proc/self/fdinfo", name).read_text().splitlines():
-            if line.startswith("tfd:"):
-                descriptor = int(line.split()[1])
-                state = os.fstat(descriptor)
-                if stat.S_ISSOCK(state.st_mode):
-                    found[descriptor] = state.st_ino
-    return found
 
 
 def cut(some: set[int], after: float = 0.0) -> None:
@@ -146,9 +121,8 @@ def cut(some: set[int], after: float = 0.0) -> None:
 def _cut_one(descriptor: int, some: set[int]) -> None:
     """Cut the connection of a descriptor, if it is still one of these sockets, and close the descriptor."""
     try:
-        if os.fstat(descriptor).st_ino in some and _port(
-            _libc().getpeername, descriptor
-        ):  # cutting a listener aborts gloo
+        is_connected = _port(_libc().getpeername, descriptor) > 0  # cutting a listener aborts gloo
+        if is_connected and os.fstat(descriptor).st_ino in some:
             _libc().shutdown(descriptor, socket.SHUT_RDWR)
     finally:
         os.close(descriptor)

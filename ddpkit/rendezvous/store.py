@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import itertools
+import json
 import logging
 import os
 import re
@@ -10,7 +12,8 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar
 
@@ -19,29 +22,39 @@ import torch.distributed as dist
 from ..errors import LaunchError, printable
 from ..launch import detection
 from ..launch.launch import JOB_IDS, Launch
-from ..parsing import refuse_text
+from ..parsing import parse, refuse_text
 from ..torch_internals import torch_is_before
 from . import sockets
 
 T = TypeVar("T")
 
 
-class Pause:
-    """Sleeps between polls: at first 50 µs, then a twentieth of the time waited, at most 20 ms."""
+def polls(seconds: float, ranks: int = 1) -> Iterator[None]:
+    """Yield for each poll, and sleep between them: at first 50 µs, then a twentieth of the time waited, at most 20 ms.
 
-    def __init__(self, first: float = 50e-6, longest: float = 0.02) -> None:
-        self._seconds = first
-        self._longest = longest
+    Args:
+        seconds: Time limit; the last poll comes after it.
+        ranks: Number of ranks that poll: they pause longer, to leave the store time for all of them.
+    """
+    deadline = time.monotonic() + seconds
+    pause = max(50e-6, 20e-6 * ranks)
+    longest = min(max(0.02, 1e-3 * ranks), 1.0)
+    while True:
+        is_last = time.monotonic() > deadline
+        yield
+        if is_last:
+            return
+        time.sleep(pause)
+        pause = min(1.05 * pause, longest)
 
-    @classmethod
-    def among(cls, ranks: int) -> Pause:
-        """Return pauses that leave the store time for the polls of this many ranks."""
-        return cls(max(50e-6, 20e-6 * ranks), min(max(0.02, 1e-3 * ranks), 1.0))
 
-    def __call__(self) -> None:
-        """Sleep, a little longer each time."""
-        time.sleep(self._seconds)
-        self._seconds = min(1.05 * self._seconds, self._longest)
+def count_in(store: dist.Store, key: str, expected: int, seconds: float, ranks: int = 1) -> None:
+    """Count this process under a key; wait, with a time limit, until as many as expected have."""
+    amount = 1
+    for _ in polls(seconds, ranks):
+        if store.add(key, amount) >= expected:
+            return
+        amount = 0
 
 
 ports: set[int] = set()  # of the stores that this process has used
@@ -54,8 +67,9 @@ def _end_threads() -> None:
     """Let no thread return from torch's code to an interpreter that has ended: that would abort the process."""
     deadline = time.monotonic() + _AT_EXIT
     waiting = [thread for thread in _abandoned if thread.is_alive()]
-    for port in ports if waiting else ():
-        sockets.cut(sockets.sockets_to(port))
+    if waiting:
+        for port in ports:
+            sockets.cut(sockets.sockets_to(port))
     for thread in waiting:
         thread.join(max(0.0, deadline - time.monotonic()))
 
@@ -95,20 +109,18 @@ def call_with_timeout(work: Callable[[], T], seconds: float, check: Callable[[],
     return results[0]
 
 
+def try_store(work: Callable[[], T], seconds: float) -> T | None:
+    """Call a function that uses a store; return None if the store is gone, or its host does not answer in time."""
+    with suppress(RuntimeError, TimeoutError):
+        return call_with_timeout(work, seconds)
+    return None
+
+
 _PIECE = 1 << 20  # characters of a long text under one key
 
 
-def read_text(store: dist.Store, key: str) -> str:
-    """Read a text from the store.
-
-    Raises:
-        LaunchError: If the value is not text.
-    """
-    return read_texts(store, [key])[0]
-
-
 def read_texts(store: dist.Store, keys: list[str]) -> list[str]:
-    """Read several texts in one call.
+    """Read texts from the store, in one call.
 
     Raises:
         LaunchError: If one of them is not text.
@@ -122,28 +134,36 @@ def read_texts(store: dist.Store, keys: list[str]) -> list[str]:
     return texts
 
 
-def write_long(store: dist.Store, key: str, text: str) -> list[str]:
-    """Write a text of any length; return its keys. It can be read once the first key exists."""
+def write_list(store: dist.Store, key: str, texts: list[str]) -> list[str]:
+    """Write texts of any length, consecutive equal ones once; return the keys. They can be read once `key` exists."""
+    runs = [(text, len(list(run))) for text, run in itertools.groupby(texts)]
+    joined = json.dumps({"runs": runs}, ensure_ascii=False)
     more = []
-    for number, start in enumerate(range(_PIECE, len(text), _PIECE)):
+    for number, start in enumerate(range(_PIECE, len(joined), _PIECE)):
         more.append(f"{key}/{number}")
-        store.set(more[-1], text[start : start + _PIECE])
-    store.set(key, f"{len(more)} {text[:_PIECE]}")
+        store.set(more[-1], joined[start : start + _PIECE])
+    store.set(key, f"{len(more)} {joined[:_PIECE]}")
     return [key, *more]
 
 
-def read_long(store: dist.Store, key: str) -> str:
-    """Read a text from `write_long`.
+def read_list(store: dist.Store, key: str, length: int) -> list[str]:
+    """Read so many texts from `write_list`.
 
     Raises:
-        LaunchError: If it is not one.
+        LaunchError: If it did not write them.
     """
-    found = read_text(store, key)
+    (found,) = read_texts(store, [key])
     more, space, text = found.partition(" ")
     if not space or not re.fullmatch("[0-9]{1,4}", more):
         refuse_text(found, key)
     keys = [f"{key}/{number}" for number in range(int(more))]
-    return text + "".join(read_texts(store, keys) if keys else ())
+    if keys:
+        text += "".join(read_texts(store, keys))
+    runs = parse(text, key, {"runs": [tuple[str, int]]}, values=length)["runs"]
+    texts = [one for one, count in runs for _ in range(min(count, length + 1))]
+    if len(texts) != length:
+        refuse_text(text, key)
+    return texts
 
 
 def without_prefixes(store: dist.Store) -> dist.Store:
@@ -166,35 +186,28 @@ def share_over_pmi(value: str | None) -> str:
     """
     try:
         with socket.socket(fileno=os.dup(int(os.environ["PMI_FD"]))) as connection:  # raises for a file
-            return _share(connection.makefile("rwb", buffering=0), value)
+            pipe = connection.makefile("rwb", buffering=0)
+            _ask(pipe, "init pmi_version=1 pmi_subversion=1")
+            space = _ask(pipe, "get_my_kvsname")["kvsname"]
+            if value is not None:
+                _ask(pipe, f"put kvsname={space} key=ddpkit value={value}")
+            _ask(pipe, "barrier_in")
+            answer = _ask(pipe, f"get kvsname={space} key=ddpkit")["value"]
+            _ask(pipe, "finalize")
+            return answer
     except (OSError, ValueError, KeyError, OverflowError) as error:  # what a strange descriptor or answer causes
         raise LaunchError(
             f"The MPI launcher does not answer on the descriptor in PMI_FD ({error}). Did a rank start this process? "
-            "It inherits the launcher's variables but is not a rank: start it without PMI_RANK and "
-            "PMI_SIZE."
+            "It inherits the launcher's variables but is not a rank: start it without PMI_RANK and PMI_SIZE."
         ) from error
-
-
-def _share(pipe: socket.SocketIO, value: str | None) -> str:
-    _ask(pipe, "init pmi_version=1 pmi_subversion=1")
-    space = _ask(pipe, "get_my_kvsname")["kvsname"]
-    if value is not None:
-        _ask(pipe, f"put kvsname={space} key=ddpkit value={value}")
-    _ask(pipe, "barrier_in")
-    answer = _ask(pipe, f"get kvsname={space} key=ddpkit")["value"]
-    _ask(pipe, "finalize")
-    return answer
 
 
 def _ask(pipe: socket.SocketIO, command: str) -> dict[str, str]:
     """Send a command; return the fields of the answer, one line of name=value."""
     pipe.write(f"cmd={command}\n".encode())
-    line = b""
-    while not line.endswith(b"\n"):
-        data = pipe.read(4096)
-        if not data:
-            raise LaunchError("The MPI launcher closed its PMI connection. Set MASTER_ADDR and MASTER_PORT instead.")
-        line += data
+    line = pipe.readline()
+    if not line.endswith(b"\n"):
+        raise LaunchError("The MPI launcher closed its PMI connection. Set MASTER_ADDR and MASTER_PORT instead.")
     return dict(word.split("=", 1) for word in line.decode().split() if "=" in word)
 
 
@@ -202,6 +215,7 @@ log = logging.getLogger(__name__)
 _NAME_PATIENCE = 60.0  # seconds: a headless service's name may appear late
 _GREETING = 60.0  # seconds for a busy store to answer
 _NEWS = 5.0  # seconds after which a wait for rank 0 is logged
+_KNOCKING = 1000  # ranks that may wait for one listener
 
 
 class PortTaken(LaunchError):
@@ -223,10 +237,20 @@ def open_store(address: str, port: int, is_host: bool, timeout: timedelta) -> di
     """Open the job's store: as its host, or as a client that waits for the host to come up."""
     deadline = time.monotonic() + timeout.total_seconds()
     _resolve(address, min(_NAME_PATIENCE, timeout.total_seconds()))
-    if is_host:
-        return _host(address, port, timeout)
-    wait_for_listener(address, port, deadline)
-    return connect_to_store(address, port, timeout)
+    if not is_host:
+        wait_for_listener(address, port, deadline)
+        return connect_to_store(address, port, timeout)
+    try:
+        return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timeout)
+    except RuntimeError as error:  # torch 2.6 raises no DistNetworkError here
+        if "EADDRINUSE" not in str(error):
+            raise LaunchError(f"Rank 0 cannot host the store at {address}:{port}: {error}") from error
+        raise PortTaken(
+            f"Rank 0 on {socket.gethostname()} (pid {os.getpid()}) cannot host the store: port {port} of {address} "
+            "is taken. Do two processes have RANK=0, or two jobs this MASTER_PORT? Give each job its own.",
+            address,
+            port,
+        ) from error
 
 
 def find_master(launch: Launch, timeout: timedelta) -> tuple[dist.Store, str, int]:
@@ -251,20 +275,6 @@ def find_master(launch: Launch, timeout: timedelta) -> tuple[dist.Store, str, in
         )
     is_host = launch.rank == 0 and not store_outlives_ranks(launch)
     return open_store(address, port, is_host, timeout), address, port
-
-
-def _host(address: str, port: int, timeout: timedelta) -> dist.Store:
-    try:
-        return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timeout)
-    except RuntimeError as error:  # torch 2.6 raises no DistNetworkError here
-        if "EADDRINUSE" not in str(error):
-            raise LaunchError(f"Rank 0 cannot host the store at {address}:{port}: {error}") from error
-        raise PortTaken(
-            f"Rank 0 on {socket.gethostname()} (pid {os.getpid()}) cannot host the store: port {port} of {address} "
-            "is taken. Do two processes have RANK=0, or two jobs this MASTER_PORT? Give each job its own.",
-            address,
-            port,
-        ) from error
 
 
 def host_on(host: str) -> dist.TCPStore:
@@ -296,24 +306,22 @@ def connect_to_store(address: str, port: int, timeout: timedelta) -> dist.Store:
 def wait_for_listener(address: str, port: int, deadline: float) -> None:
     """Wait for a listener there; torch's own client would log C++ stacks and wait for twice the time-out."""
     start = time.monotonic()
-    pause = Pause(0.02, 1.0)
     news_at = start + _NEWS
-    while True:
+    for _ in polls(deadline - start, _KNOCKING):
         left = deadline - time.monotonic()
         try:
             sockets.connect(address, port, max(0.1, min(left, 5.0))).close()
             return
-        except OSError as error:
-            if left <= 0:
-                waited = time.monotonic() - start
-                raise LaunchError(
-                    f"Nobody answers at MASTER_ADDR:MASTER_PORT {address}:{port} after {waited:.0f} s ({error}). "
-                    "Is rank 0 running there, and the port open?"
-                ) from None
+        except OSError as failed:
+            error = failed
         if time.monotonic() > news_at:
             log.warning("waiting for rank 0 at %s:%d", printable(address), port)
             news_at = deadline
-        pause()
+    waited = time.monotonic() - start
+    raise LaunchError(
+        f"Nobody answers at MASTER_ADDR:MASTER_PORT {address}:{port} after {waited:.0f} s ({error}). "
+        "Is rank 0 running there, and the port open?"
+    )
 
 
 def _resolve(address: str, patience: float) -> None:

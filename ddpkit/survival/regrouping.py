@@ -28,8 +28,8 @@ from ..rendezvous import sockets
 from ..rendezvous.failures import Failure, JobContinues
 from ..rendezvous.generation import Generation
 from ..rendezvous.session import Session
-from ..rendezvous.sockets import is_listening, probe
-from ..rendezvous.store import Pause, call_with_timeout, connect_to_store, host_on
+from ..rendezvous.sockets import probe
+from ..rendezvous.store import call_with_timeout, connect_to_store, host_on, polls
 
 log = logging.getLogger(__name__)
 _READING = 2.0  # seconds for the others to read an answer
@@ -222,7 +222,6 @@ class Rendezvous:
             return None, self._store
 
     def _ask_leader(self, leader: int, me: Candidate, seconds: float) -> tuple[Quorum, dist.Store]:
-        deadline = time.monotonic() + seconds
         store = connect_to_store(*self.addresses[leader], timedelta(seconds=seconds))
         place = self.addresses[leader]
         if store.check([_DECIDED]):
@@ -232,11 +231,11 @@ class Rendezvous:
         answer = f"answer/{uuid.uuid4().hex}"
         key = _candidate_key(self.member)
         store.set(key, sealed(self.secret, [place, key], asdict(replace(me, answer=answer))))
-        pause = Pause()
-        while not store.check([answer]):  # which raises when the leader ends
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"member {leader} does not decide")
-            pause()
+        for _ in polls(seconds):
+            if store.check([answer]):  # which raises when the leader ends
+                break
+        else:
+            raise TimeoutError(f"member {leader} does not decide")
         quorum = self._read_quorum(place, store, answer)
         store.delete_key(answer)
         return quorum, store
@@ -247,13 +246,11 @@ class Rendezvous:
 
     def _lead(self, me: Candidate, members: Collection[int], least: int, gone: Collection[int]) -> Quorum:
         """Wait for the members that are alive, and tell them who continues."""
-        deadline = time.monotonic() + self._patience
         candidates = {self.member: me}
         others = set(members) - {self.member}
         ended = set(gone)
         next_probe = 0.0
-        pause = Pause()
-        while True:
+        for _ in polls(self._patience):
             for member in others:
                 arrived = self._read_candidate(member)
                 if arrived is not None:
@@ -262,9 +259,8 @@ class Rendezvous:
                 ended |= {member for member, answer in self._ask(others - ended).items() if answer is False}
                 next_probe = time.monotonic() + _BETWEEN_PROBES
             absent = others - candidates.keys() - ended
-            if not absent or time.monotonic() > deadline:
+            if not absent:
                 break
-            pause()
         present = [candidate for member, candidate in candidates.items() if member not in ended]
         was_away = self._heartbeat.absences() > self._excused
         unknown = absent | (ended if was_away else set())  # they may have continued, and ended normally
@@ -281,9 +277,9 @@ class Rendezvous:
         return quorum
 
     def _wait_for_readers(self, answers: list[str]) -> None:
-        deadline = time.monotonic() + _READING
-        while time.monotonic() < deadline and any(self._store.check([answer]) for answer in answers):
-            time.sleep(0.01)
+        for _ in polls(_READING):
+            if not any(self._store.check([answer]) for answer in answers):
+                return
 
     def _read_candidate(self, member: int) -> Candidate | None:
         """Return the request under this number; delete foreign writes."""
@@ -407,7 +403,7 @@ class Refusals(threading.Thread):
             self._over.wait(_BETWEEN_CALLS)
 
     def _has_refused_all(self) -> bool:
-        if self._store is None and is_listening(*self._address):
+        if self._store is None and probe(*self._address):
             latest = Generation.latest(connect_to_store(*self._address, _ANSWERING))
             if latest is not None and not latest.is_complete():  # a complete start is that of another job
                 latest.give_up(self._reason)

@@ -7,7 +7,6 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -25,7 +24,7 @@ from ..job.job import ChooseDevice, Context, Options
 from ..job.joining import hosted_store
 from ..launch import ranks
 from ..rendezvous.causes import lost_peer_of
-from ..rendezvous.store import call_with_timeout
+from ..rendezvous.store import try_store
 from ..watch import stop_agreement
 from ..watch.main_thread import no_interrupt
 from .regrouping import Quorum, Refusals, Rendezvous
@@ -301,9 +300,8 @@ class _Survivors:
         def lost() -> str:
             if not is_joining:
                 return ""
-            with suppress(RuntimeError, TimeoutError):  # the leader has ended, or is stopped
-                if call_with_timeout(lambda: store.check([_GIVEN_UP]), _ANSWERING):
-                    return "another rank has given up"
+            if try_store(lambda: store.check([_GIVEN_UP]), _ANSWERING):  # else the leader may have ended, or be stopped
+                return "another rank has given up"
             found = ", ".join(f"member {member} has ended" for member in needed if rendezvous.has_ended(member))
             # asking takes time in which all may have joined; from then on the watch reports ended members
             return found if is_joining else ""
@@ -312,8 +310,7 @@ class _Survivors:
         try:
             self.context = lifecycle.rejoin(self._asked, store, rank, len(members), host, lost)
         except BaseException:
-            with suppress(RuntimeError, TimeoutError):
-                call_with_timeout(lambda: store.set(_GIVEN_UP, ""), _ANSWERING)
+            try_store(lambda: store.set(_GIVEN_UP, ""), _ANSWERING)
             raise
         is_joining = False
         check_members(rendezvous.secret, f"{quorum.regrouping}")

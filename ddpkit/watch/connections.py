@@ -56,18 +56,6 @@ class _Connection:
     probes: Probes = field(default_factory=lambda: Probes())  # looked up when called: tests replace it
 
 
-def _last_events(connection: _Connection) -> list[Event]:
-    """Return the last byte of an exiting process, its exit code, and the end of a rank's connection."""
-    if connection.rank is None:
-        return []
-    events = []
-    code = connection.lines.rest
-    if connection.exiting and len(code) == 1:
-        events.append(Event(connection.rank, Message(code=code[0])))
-    events.append(Event(connection.rank, None))
-    return events
-
-
 class Connections:
     """This rank's connections in the tree, to its children and its parent.
 
@@ -164,7 +152,7 @@ class Connections:
             time.sleep(0.005)
 
     def wake(self) -> None:
-        """End the poll of the other thread."""
+        """End the poll of the other thread; safe in a signal handler."""
         with suppress(OSError):  # full, or closed
             self._wake.send(b"x")
 
@@ -189,13 +177,12 @@ class Connections:
             events += self._end_silent()
         return events
 
-    def _end_silent(self) -> list[Event]:
+    def _end_silent(self) -> Iterator[Event]:
         """Close connections to hosts that answer neither the kernel's keep-alive probes nor new connections.
 
         The kernel sends no probes while it retransmits at growing intervals, so new connections are tried. Checks are
         counted, not seconds: nobody checked while this process or its machine was stopped.
         """
-        events = []
         for rank, connection in list(self._ranks.items()):
             before = connection.segments
             connection.segments = segments_received(connection.socket)
@@ -206,10 +193,9 @@ class Connections:
             connection.silent += 1
             if connection.silent == _SILENT:
                 self._drop(connection)
-                events.append(Event(rank, None, silent=True))
+                yield Event(rank, None, silent=True)
             elif connection.silent >= _DOUBTFUL:
                 connection.probes.begin(connection.socket)
-        return events
 
     def shutdown(self, seconds: float) -> Iterator[Event]:
         """Close in good order: send what is unsent, then read, with a time limit, until the others have closed.
@@ -286,40 +272,39 @@ class Connections:
 
     # Receive.
 
-    def _serve(self, connection: _Connection) -> list[Event]:
+    def _serve(self, connection: _Connection) -> Iterator[Event]:
         try:
             self._send(connection, b"")
             if connection not in self._backlogged:
                 self._selector.modify(connection.socket, _READ, connection)
-            return self._read(connection)
+            yield from self._read(connection)
         except Exception:
             if connection.rank is not None:
                 raise
             self._drop(connection)  # no stranger may end the watch
-            return []
 
-    def _read(self, connection: _Connection) -> list[Event]:
-        if not connection.open:  # since the selector saw it
-            return []
+    def _read(self, connection: _Connection) -> Iterator[Event]:
         try:
             data = connection.socket.recv(65536)
         except BlockingIOError:
-            return []
+            return
         except OSError:
             data = b""
-        events = []
         for line in connection.lines.feed(data):
             event = self._receive(connection, line)
             if event is not None:
-                events.append(event)
+                yield event
             if not connection.open:
-                return events
+                return
+        rest = connection.lines.rest
         if not data:
             self._drop(connection)
-            events += _last_events(connection)
-        elif connection.rank is None and len(connection.lines.rest) > _TOKEN_BYTES:
+            if connection.exiting and len(rest) == 1:  # the last byte of an exiting process
+                yield Event(connection.rank, Message(code=rest[0]))
+            if connection.rank is not None:
+                yield Event(connection.rank, None)
+        elif connection.rank is None and len(rest) > _TOKEN_BYTES:
             self._drop(connection)
-        return events
 
     def _receive(self, connection: _Connection, line: bytes) -> Event | None:
         if connection.rank is None:

@@ -34,6 +34,8 @@ _ASYNCIO = os.path.join(_PYTHON, "asyncio", "")  # importing it here would be sl
 _WAITING = tuple(
     os.path.join(_PYTHON, name) for name in ("concurrent", "multiprocessing", "socketserver", "subprocess")
 )
+_REAL_TIME = range(getattr(signal, "SIGRTMAX", 0), getattr(signal, "SIGRTMIN", 0), -1)  # macOS has none
+_SIGNALS: tuple[int, ...] = (*_REAL_TIME, signal.SIGURG)
 _uninterrupted: set[CodeType] = set()
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -84,8 +86,8 @@ class MainThread:
 
     def has_ended(self) -> bool:
         """Return whether the main thread has ended, so that the process is exiting."""
-        first = _outermost(sys._current_frames().get(self._thread.ident or 0))
-        shuts_down = first is not None and first.co_filename == threading.__file__ and first.co_name == "_shutdown"
+        codes = [frame.f_code for frame in _outwards(sys._current_frames().get(self._thread.ident or 0))]
+        shuts_down = bool(codes) and (codes[-1].co_filename, codes[-1].co_name) == (threading.__file__, "_shutdown")
         return shuts_down or not self._thread.is_alive()
 
     def handles_failure(self) -> bool:
@@ -110,7 +112,7 @@ class MainThread:
 
     def waits_for_store(self) -> bool:
         """Return whether it is in a wait on the store."""
-        return self._session.is_waiting(self._thread.ident)
+        return self._thread.ident in self._session.deadlines
 
     def grace_is_over(self) -> bool:
         """Return whether the main thread has had its time to end or to handle the failure."""
@@ -137,7 +139,7 @@ class MainThread:
 
     def _take_signal(self) -> int:
         """Choose an unused signal: a real-time signal, which has no meaning, before one that has."""
-        for number in _signals():
+        for number in _SIGNALS:
             handler = signal.getsignal(number)
             if handler == signal.SIG_DFL or isinstance(getattr(handler, "__self__", None), MainThread):
                 signal.signal(number, self._raise)
@@ -173,12 +175,6 @@ class MainThread:
         return False
 
 
-def _signals() -> Iterator[int]:
-    if hasattr(signal, "SIGRTMAX"):  # macOS has none
-        yield from range(signal.SIGRTMAX, signal.SIGRTMIN, -1)
-    yield signal.SIGURG
-
-
 def _handled_with(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an exception, the members of a group, and the exceptions being handled when it was raised.
 
@@ -199,12 +195,11 @@ def _is_leaving(failure: BaseException, frame: FrameType | None) -> bool:
     trace = failure.__traceback__
     if trace is not None and trace.tb_frame.f_code.co_filename.startswith(_ASYNCIO):  # asyncio.run() closes its loop
         return True
-    while frame is not None:
-        code = frame.f_code
+    for each in _outwards(frame):
+        code = each.f_code
         waits = code.co_name == "__exit__" and code.co_filename.startswith(_WAITING)
-        if waits and any(argument is failure for argument in frame.f_locals.values()):
+        if waits and any(argument is failure for argument in each.f_locals.values()):
             return True
-        frame = frame.f_back
     return False
 
 
@@ -220,18 +215,15 @@ def _is_lost_in(frame: FrameType | None) -> bool:
     """
     if frame is not None and frame.f_code.co_filename.startswith(_ASYNCIO):
         return True
-    while frame is not None:
-        code = frame.f_code
+    for each in _outwards(frame):
+        code = each.f_code
         if code.co_filename == logging.__file__ or code.co_name == "__del__" or code in _uninterrupted:
             return True
-        frame = frame.f_back
     return False
 
 
-def _outermost(frame: FrameType | None) -> CodeType | None:
-    """Return the function in the first of a thread's frames."""
-    if frame is None:
-        return None
-    while frame.f_back is not None:
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a thread's frames, the innermost first."""
+    while frame is not None:
+        yield frame
         frame = frame.f_back
-    return frame.f_code

@@ -455,16 +455,13 @@ def parse(line: bytes, world_size: int) -> Message | None:
 
 def _read(kind: Any, value: Any, world_size: int) -> Any:
     """Parse a field of a message; return None if it is invalid."""
-    is_record = kind not in (int, bool)
-    if not fits(value, get_type_hints(kind) if is_record else kind):
-        return None
     if kind is bool:
-        return value or None
+        return True if value is True else None
+    if kind is int:
+        return value if fits(value, int) and value in range(world_size) else None
     least = -1 if kind is Failure else 0  # -1: a failure of the job itself
-    if (value["rank"] if is_record else value) not in range(least, world_size):
+    if not fits(value, get_type_hints(kind)) or value["rank"] not in range(least, world_size):
         return None
-    if not is_record:
-        return value
     return getattr(kind, "from_fields", lambda fields: kind(**fields))(value)
 
 

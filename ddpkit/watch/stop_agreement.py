@@ -95,7 +95,7 @@ def ask(request: StopRequest) -> bool:
     if is_first:
         agreement.request = request
     if current_job.is_watched():
-        current_job.watch().wake()
+        current_job.watch().connections.wake()
     return is_first
 
 

@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from ..errors import ERRORS_OF_ALL_RANKS, DdpkitError, LaunchError, MismatchError, describe_error
@@ -32,7 +33,7 @@ from ..rendezvous.failures import GRACE, Failure
 from ..rendezvous.members import Members
 from ..rendezvous.session import Session
 from ..rendezvous.sockets import connect, cut
-from ..rendezvous.store import call_with_timeout
+from ..rendezvous.store import call_with_timeout, try_store
 from .connections import Connections, Event, send_exit_code
 from .main_thread import MainThread
 from .messages import (
@@ -90,7 +91,8 @@ class WatchThread(threading.Thread):
         super().__init__(name="ddpkit watch", daemon=True)
         self._session = session
         self._failures = session.failures
-        self.connections = Connections(session.rank, len(session.hosts), token, listener, _warn)
+        warn = partial(_log, logging.WARNING)
+        self.connections = Connections(session.rank, len(session.hosts), token, listener, warn)
         self._main_thread = MainThread(session, self.connections.wake)
         self._closing = False
         self._keeps = False  # whether the connections outlive the thread
@@ -106,15 +108,13 @@ class WatchThread(threading.Thread):
 
     def wait_for_children(self, timeout: timedelta) -> None:
         """Wait until the ranks below this one are connected; from then on, the end of a connection is a failure."""
+        rank = self._session.rank
 
-        def is_full() -> bool | None:
-            return self.connections.is_full or None
+        def late() -> LaunchError:
+            absent = self.connections.absent()
+            return LaunchError(f"Ranks {absent} did not connect to the watch of rank {rank} within {timeout}.")
 
-        def late() -> bool:
-            absent, rank = self.connections.absent(), self._session.rank
-            raise LaunchError(f"Ranks {absent} did not connect to the watch of rank {rank} within {timeout}.")
-
-        self._session.until(is_full, timeout, late)
+        self._session.until(lambda: self.connections.is_full, timeout, late)
 
     def tell(self, failure: Failure) -> None:
         """Tell the other ranks that this one has failed."""
@@ -251,7 +251,7 @@ class WatchThread(threading.Thread):
             self._on_departure(rank, rank)
         if rank in self._failures.left:
             return
-        reported = self._failures.ask_store(_LOOK)  # its report may be lost, if it did not know this rank yet
+        reported = try_store(self._failures.look_up, _LOOK)  # its report may be lost, if it did not know this rank yet
         words = "its connection closed unexpectedly: the process was killed or crashed, or the network was cut"
         if silent:
             words = "its host stopped sending: the network was cut, or the machine stopped"
@@ -336,14 +336,9 @@ class WatchThread(threading.Thread):
                 _log(logging.ERROR, "\n".join(lines))
                 self._has_answered.set()
             if self._report.deadlock and self._failures.known is None:
-                host = self._session.hosts[0]
-                self._on_failure(Failure(-1, host, MismatchError.__name__, self._report.deadlock, ""))
+                self._on_failure(Failure.of(-1, MismatchError(self._report.deadlock)))
 
     # The step at which all stop.
-
-    def wake(self) -> None:
-        """Make the thread check for this rank's stop request; safe in a signal handler."""
-        self.connections.wake()
 
     def _agree_to_stop(self) -> None:
         """Forward this rank's stop request; on rank 0 decide once all have answered."""
@@ -460,10 +455,6 @@ def _log(level: int, text: str, error: BaseException | None = None) -> None:
         call_with_timeout(lambda: log.log(level, "%s", text, exc_info=error), _LOG_WORDS)
 
 
-def _warn(text: str) -> None:
-    _log(logging.WARNING, text)
-
-
 _everywhere: weakref.WeakSet[Connections] = weakref.WeakSet()
 
 
@@ -506,9 +497,15 @@ def start_watch(job: Job, session: Session, members: Members, listener: socket.s
 
 def _connect_to_parent(session: Session, members: Members, timeout: timedelta) -> socket.socket:
     parent = parent_of(session.rank)
+
+    def late() -> LaunchError:
+        return LaunchError(f"Rank {parent} ({session.hosts[parent]}) did not open its watch within {timeout}.")
+
     address = members.watch_address
     if parent > 0 or address is None:
-        address = _watch_address(session, parent, timeout)
+        key = f"watch/{parent}"
+        session.wait_for_key(key, timeout, late)
+        address = parse(session.store.get(key), key, {"address": tuple[str, int]})["address"]
     host, port = address
     try:
         return connect(host, port, timeout.total_seconds())
@@ -517,19 +514,6 @@ def _connect_to_parent(session: Session, members: Members, timeout: timedelta) -
             f"The watch cannot connect to rank {parent} at {host}:{port}: {error}. Open the ports between the nodes, "
             "which the process group needs, too, or turn off the watch: setup(watch=False)."
         ) from None
-
-
-def _watch_address(session: Session, rank: int, timeout: timedelta) -> tuple[str, int]:
-    """Wait until a rank other than rank 0 has published where its watch listens."""
-    key = f"watch/{rank}"
-
-    def late() -> LaunchError:
-        return LaunchError(f"Rank {rank} ({session.hosts[rank]}) did not open its watch within {timeout}.")
-
-    session.wait_for_key(key, timeout, late)
-    found = parse(session.store.get(key), key, {"address": tuple[str, int]})
-    address, port = found["address"]
-    return address, port
 
 
 current_job.start_watch = start_watch

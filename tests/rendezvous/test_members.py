@@ -23,7 +23,7 @@ def claims(*nodes: str, cores: str = "0-3") -> list[Member]:
 
 def told(members: Members) -> Members:
     """The members as the others read them."""
-    return Members.from_json(members.to_json(), "members")
+    return Members.from_json(members.to_json())
 
 
 def test_the_ranks_of_each_node_are_known() -> None:

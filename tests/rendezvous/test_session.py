@@ -59,11 +59,12 @@ def test_each_wait_for_a_value_and_what_follows_its_time_out_have_time_of_their_
     def find_deadlines(session: Session) -> list[float]:
         left: list[float] = []
 
-        def ready() -> None:
+        def ready() -> bool:
             left.append((session.deadline or 0) - time.monotonic())
+            return False
 
         with session.bounded(timedelta(seconds=-60)):
-            session.until(ready, timedelta(seconds=0.2), lambda: True)
+            session.until(ready, timedelta(seconds=0.2), lambda: None)
         return left
 
     ((first, *_, last),), _ = on_threads(1, find_deadlines)
@@ -110,10 +111,10 @@ def test_a_slow_store_prolongs_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", slow_link(server.port, late), is_master=False)
     session = Session(client, 0, ["a", "b"], timedelta(seconds=1), nodes="ab", peer_lost=str)
-    session._deadlines = Noted()
+    session.deadlines = Noted()
     with pytest.raises(BarrierTimeoutError):
         session.barrier("x/1")
-    (first, polls, _, afterwards, *inner) = [end for end, _ in session._deadlines.values_set]
+    (first, polls, _, afterwards, *inner) = [end for end, _ in session.deadlines.values_set]
     assert polls < first + 0.7 * late, "the first call is a part of the time-out"
     assert max(inner) == afterwards, "what follows the time-out is not prolonged"
 

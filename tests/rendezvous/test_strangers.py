@@ -36,7 +36,7 @@ class Door:
 
     def __init__(self) -> None:
         text = current_job.current_session().store.get("members")
-        members = Members.from_json(text, "members")
+        members = Members.from_json(text)
         assert members.watch_address is not None
         self.address, self.token = members.watch_address, members.token
 

@@ -239,7 +239,7 @@ def connect_to_store(address: str, port: int, timeout: Any) -> Store:
 
 
 def _wait_for_listener(address: str, port: int, deadline: float) -> None:
-    while not sockets.is_listening(address, port):
+    while not sockets.probe(address, port):
         if monotonic() > deadline:
             raise LaunchError(f"Nobody answers at {address}:{port}")
         sleep(0.02)

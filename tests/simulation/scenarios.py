@@ -258,7 +258,7 @@ def stopping(world: World) -> list[str]:
             monitor.stop_agreement.request = StopRequest(mine.rank, "here", "asks", 15)
             if not mine.process.is_dead:
                 world.current = mine.process.main
-                monitor.wake()
+                monitor.connections.wake()
                 world.current = None
 
     for rank in range(size):

@@ -20,7 +20,7 @@ from ddpkit.job.job import Job, Options, context_of
 from ddpkit.job.joining import is_child_of_rank
 from ddpkit.launch.launch import Launch
 from ddpkit.rendezvous.session import Session
-from ddpkit.rendezvous.sockets import is_listening
+from ddpkit.rendezvous.sockets import probe
 
 TIMEOUT = timedelta(seconds=10)
 BOUND = 60.0  # seconds in which everything must be over, whatever happens
@@ -216,7 +216,7 @@ class Start:
             return HostedStore(*self._master)
         except RuntimeError as error:
             is_child_of_rank(*self._master, size)
-            if tries_again and not is_listening(*self._master):
+            if tries_again and not probe(*self._master):
                 return self._host(size, tries_again=False)
             raise LaunchError(f"the port of rank 0 is taken: {error}") from None
 

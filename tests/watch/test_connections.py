@@ -16,7 +16,7 @@ from processes import ROOT, launch
 
 from ddpkit.parsing import encode
 from ddpkit.rendezvous.failures import Failure
-from ddpkit.rendezvous.sockets import is_listening, is_loopback, listen
+from ddpkit.rendezvous.sockets import is_loopback, listen, probe
 from ddpkit.watch import connections as monitor_connections
 from ddpkit.watch.connections import Connections, Event
 from ddpkit.watch.messages import Message, parse
@@ -281,7 +281,7 @@ def keep_talking(address: str, rank: int, seconds: float) -> None:
         while not ends[0].full.is_set():
             ends[0].poll(0.1)
     else:
-        while not is_listening(address, port):
+        while not probe(address, port):
             time.sleep(0.1)
         ends = [Connections(child, PAIRS + 1, TOKEN, None, print) for child in range(1, PAIRS + 1)]
         for end in ends:

@@ -32,7 +32,7 @@ from ...job.joining import offer_store
 from ...launch.launch import MPI_AND_SLURM
 from ...launch.process_tree import unnested_launch
 from ...parsing import parse, refuse_text
-from ...rendezvous.store import Pause, find_master, open_store, store_outlives_ranks
+from ...rendezvous.store import find_master, open_store, polls, store_outlives_ranks
 from ..cli import announce, checked_by, count, paint, positive_seconds, show, wrap
 from . import checks
 from .checks import Check
@@ -384,9 +384,9 @@ class Report:
         keys = [f"{MARK}/{self._shared}/{rank}" for rank in range(self.world_size)]
         try:
             store.set(keys[self.rank], json.dumps({"record": self.record, "checks": self.checks}))
-            pause = Pause()
-            while time.monotonic() < deadline and not store.check(keys):
-                pause()
+            for _ in polls(deadline - time.monotonic()):
+                if store.check(keys):
+                    break
             texts = {rank: store.get(key) for rank, key in enumerate(keys) if store.check([key])}
         except RuntimeError as error:
             raise LaunchError("The store is closed, because rank 0 has ended: see its report.") from error
