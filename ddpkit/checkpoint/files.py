@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import GenericAlias
 from typing import Any, BinaryIO
 
 import torch
@@ -32,6 +33,8 @@ _MARK = b"\nchecksum:"
 _LAST_LINE = len(_MARK) + 8 + 1  # bytes: the mark, the checksum, a newline
 _BLOCK = 1 << 20  # bytes read at a time
 _FORM = {"step": int, "score": float | None, "state": dict, "described": dict, "rng": [dict]}  # of a content
+_LAYOUT = {"dtype": torch.dtype, "shape": [int], "pieces": [tuple[tuple[int, ...], tuple[int, ...], int, int]]}
+_SHARDED = {"folder": str, "tensors": GenericAlias(dict, (str, _LAYOUT))}  # in a content with sharded tensors
 
 
 def open_file(path: Path, mode: str = "rb") -> Any:
@@ -161,7 +164,8 @@ def _check_form(content: Any) -> None:
     version = found.get("format")
     if version not in (FORMAT, FORMAT_WITH_PIECES):
         raise ValueError(f"its format is {version}, this ddpkit reads {FORMAT} and {FORMAT_WITH_PIECES}.")
-    for name, kind in _FORM.items():
+    form = _FORM | {"sharded": _SHARDED} if "sharded" in found else _FORM
+    for name, kind in form.items():
         if not fits(found.get(name), kind):
             raise ValueError(f"it has no valid {name!r}: a Checkpointer did not write it.")
 

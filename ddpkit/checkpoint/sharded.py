@@ -250,7 +250,7 @@ class SavedPieces:
     def __init__(self, path: Path, content: ByName, is_sharded: bool) -> None:
         entry = content.get("sharded", {"folder": path.name, "tensors": {}})
         layouts = entry["tensors"]
-        if layouts and not is_folder_of(path, entry["folder"]):
+        if "sharded" in content and not is_folder_of(path, entry["folder"]):
             raise CheckpointError(
                 f"Cannot read {path}: its folder of pieces does not have a name that a Checkpointer "
                 "gives. Was the file renamed?"

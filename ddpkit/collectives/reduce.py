@@ -129,9 +129,8 @@ class _Group(NamedTuple):
             own = [leaf.to(own[0].device) for leaf in own]
         if any(self.shapes):
             return concatenate([leaf.reshape(-1) for leaf in own])
-        return torch.stack(
-            own, out=torch.empty(len(own), dtype=self.dtype, device=own[0].device)
-        )  # as in `concatenate`
+        out = torch.empty(len(own), dtype=self.dtype, device=own[0].device)  # as in `concatenate`
+        return torch.stack(own, out=out)
 
     def pack_numbers(self, leaves: list[Any]) -> list[float]:
         """Pack Python numbers: but for a mean, with their types. The least of negative types is the widest."""

@@ -82,6 +82,11 @@ class Failure:
         texts = {name: printable(fields[name])[:longest] for name, longest in _TEXT_LENGTHS.items()}
         return cls(fields["rank"], **texts)
 
+    @classmethod
+    def from_json(cls, text: bytes) -> Failure:
+        """Parse a failure from the store."""
+        return cls.from_fields(parse(text, "failure", FAILURE))
+
     def to_json(self) -> str:
         """Serialise the failure for the store."""
         return json.dumps(asdict(self))
@@ -99,18 +104,14 @@ class Failure:
 FAILURE = get_type_hints(Failure)  # the form of its JSON
 
 
-def record_failure(store: dist.Store, failure: Failure) -> Failure:
-    """Record the failure of a job, unless there is an earlier one; return the first."""
-    return _parsed(store.compare_set("failure", "", failure.to_json()))
+def record_failure(store: dist.Store, failure: Failure) -> bytes:
+    """Record the failure of a job, unless there is an earlier one; return the text of the first."""
+    return store.compare_set("failure", "", failure.to_json())
 
 
 def first_failure(store: dist.Store) -> Failure | None:
     """Return the failure of a job, None if there is none."""
-    return _parsed(store.get("failure")) if store.check(["failure"]) else None
-
-
-def _parsed(text: bytes) -> Failure:
-    return Failure.from_fields(parse(text, "failure", FAILURE))
+    return Failure.from_json(store.get("failure")) if store.check(["failure"]) else None
 
 
 @dataclass(eq=False)

@@ -124,12 +124,12 @@ class Generation:
 
     # Cancelling.
 
-    def fail(self, reason: str) -> Failure:
+    def fail(self, reason: str) -> bytes:
         """Record why this job cannot start; the first reason stays. Ranks that have joined get it, too."""
         return self.give_up(Failure.of(-1, LaunchError(reason)))
 
-    def give_up(self, failure: Failure) -> Failure:
-        """Record why this job cannot start, as `fail()`; return the first reason."""
+    def give_up(self, failure: Failure) -> bytes:
+        """Record why this job cannot start, as `fail()`; return the text of the first reason."""
         first = record_failure(self.store, failure)
         members = self.members() if self.is_complete() else None
         if members and members.watch_address:  # only watches, to which rank 0's forwards it, reach ranks that joined
@@ -143,7 +143,7 @@ class Generation:
         advice = "Check that each one is running, with this MASTER_ADDR and MASTER_PORT."
         first = self.fail(f"Ranks {absent} of {world_size} did not join within {timeout}. {advice}")
         self.await_readers(readers, 2.0)
-        return first.to_error()
+        return Failure.from_json(first).to_error()
 
     def raise_if_failed(self, readers: int = 0) -> None:
         """Raise the reason why this job cannot start, if there is one.

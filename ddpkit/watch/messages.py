@@ -169,9 +169,9 @@ def _describe(frame: FrameType | None) -> tuple[str, str, list[str]]:
 
     The call is that of the script's code into a library, or its own innermost function outside of any.
     """
-    frames = [(each.f_code, line) for each, line in traceback.walk_stack(frame)][::-1]
-    if not frames:
+    if frame is None:  # for which walk_stack() would take the calling thread's
         return "", "", []
+    frames = [(each.f_code, line) for each, line in traceback.walk_stack(frame)][::-1]
     scripts = [number for number, (code, _) in enumerate(frames) if not _is_library(code.co_filename)]
     script = max(scripts, default=0)
     last = len(frames) - 1

@@ -31,6 +31,15 @@ def test_a_checkpoint_of_another_format_says_so(tmp_path: Path) -> None:
     [
         (lambda content: [1, 2], "its format is None, this ddpkit reads 1 and 2"),
         (lambda content: content | {"format": "\x1b[31m"}, r"its format is \\x1b\[31m,"),
+        (lambda content: content | {"sharded": 3}, "it has no valid 'sharded'"),
+        (
+            lambda content: content | {"sharded": {"folder": "", "tensors": {"model": {"pieces": []}}}},
+            "no valid 'sharded'",
+        ),
+        (
+            lambda content: content | {"sharded": {"folder": "../..", "tensors": {}}},
+            "Cannot read .* its folder of pieces",
+        ),
     ],
 )
 def test_an_odd_file_is_refused_and_the_one_before_it_loaded(

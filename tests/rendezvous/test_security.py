@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pickle
+import socket
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -18,8 +19,8 @@ from processes import begin, free_port, platform_env, run
 from test_session import on_threads
 
 import ddpkit
-from ddpkit.rendezvous.generation import join
-from ddpkit.rendezvous.members import Member
+from ddpkit.rendezvous.generation import Generation, join
+from ddpkit.rendezvous.members import Member, Members
 from ddpkit.rendezvous.session import Session
 
 JOINING = ["ddpkit/1/claim/1", "ddpkit/1/members", "ddpkit/1/failure", "ddpkit/1/claims", "ddpkit/generation"]
@@ -247,6 +248,18 @@ def test_garbage_in_the_store_ends_the_joining(key: str, garbage: bytes) -> None
     generation.add("claims", 1)
     with pytest.raises(ddpkit.LaunchError, match=f"under '{key}', which no rank"):
         join(server, Member(rank, 2, None, False), timedelta(seconds=60))
+
+
+def test_garbage_in_place_of_a_failure_does_not_hinder_the_report_of_another() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    generation = Generation.new(server)
+    generation.store.set("failure", "garbage")
+    with socket.create_server(("127.0.0.1", 0)) as watch:
+        generation.publish(Members("token", watch.getsockname(), ["one"], [0], [1]))
+        generation.fail("two processes have one rank")
+        connection, _ = watch.accept()
+        with connection:
+            assert b"two processes have one rank" in connection.recv(1 << 16)
 
 
 NODES = {"none": [], "too few": [0], "too many": [0, 0, 1], "of no node": [0, 2], "of less than nothing": [0, -1]}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ddpkit.parsing import encode
 from ddpkit.rendezvous.failures import Failure
-from ddpkit.watch.messages import LONGEST, Lines, Message, Steps, StopRequest, parse, shows_token
+from ddpkit.watch.messages import LONGEST, Lines, Message, Steps, StopRequest, _describe, parse, shows_token
 
 WORLD_SIZE = 4
 FAILURE = Failure.of(1, ValueError("boom"))
@@ -157,6 +157,11 @@ def test_a_line_that_is_too_long_is_left_out_and_the_next_is_heard() -> None:
 def test_only_a_line_that_begins_with_the_token_is_read(line: bytes) -> None:
     assert not shows_token(line, "secret")
     assert shows_token(encode(token="secret", rank=1), "secret")
+
+
+def test_a_main_thread_without_frames_is_not_described_by_those_of_the_caller() -> None:
+    """As while Python writes the rest of its output at the end."""
+    assert _describe(None) == ("", "", [])
 
 
 def test_what_is_said_of_a_stop_arrives_as_it_was_sent() -> None:
