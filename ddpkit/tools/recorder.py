@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..collectives.differences import checksum
 from ..collectives.tree import flat_bytes, is_dense
@@ -79,6 +80,8 @@ class Recorder:
 
 Function = Callable[..., Any]
 _failed: set[str] = set()
+_MODES = torch._C._TorchDispatchModeKey
+_TRACING = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
 _recorders: list[Recorder] = []  # of this process
 
 
@@ -90,18 +93,22 @@ def current() -> Recorder:
 def guarded(look: Function) -> Function:
     """Let an observer take those arguments that it names, or all if it takes `*args`.
 
-    Where it would fail the script, it returns None, and its error becomes a record, once.
+    Where it would fail the script, it returns None, and its error becomes a record, once. While torch traces the script
+    it sees nothing; what it does itself is unseen by the script's modes and by subclasses of tensors.
     """
     parameters = inspect.signature(look).parameters
     takes_all = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values())
 
     @functools.wraps(look)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if is_tracing():
+            return None
         try:
-            if takes_all:
-                return look(*args, **kwargs)
-            named = {name: kwargs[name] for name in parameters if name in kwargs}
-            return look(*args[: len(parameters)], **named)
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                if takes_all:
+                    return look(*args, **kwargs)
+                named = {name: kwargs[name] for name in parameters if name in kwargs}
+                return look(*args[: len(parameters)], **named)
         except Exception:
             if look.__qualname__ not in _failed:
                 _failed.add(look.__qualname__)
@@ -109,6 +116,14 @@ def guarded(look: Function) -> Function:
             return None
 
     return call
+
+
+def is_tracing() -> bool:
+    """Return whether torch does not compute, but records what the script computes, or transforms it."""
+    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    if is_transformed or torch._C._is_tracing() or torch.compiler.is_compiling():
+        return True
+    return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING)
 
 
 def replace(owner: Any, name: str, make: Callable[[Function], Function]) -> None:

@@ -85,14 +85,15 @@ class Losses:
                 result = original(input, target, *args, **kwargs)
             finally:
                 self._depth -= 1
-            is_whole = self._depth == 0 and isinstance(result, Tensor)
-            if is_whole and result.requires_grad and len(self._found) < _MANY_LOSSES:
+            if self._depth == 0:
                 watch(result, original.__name__, input, target, kwargs)
             return result
 
         return call
 
     def _watch(self, result: Tensor, name: str, input: Tensor, target: Tensor, kwargs: Any) -> None:
+        if not result.requires_grad or result.is_meta or len(self._found) >= _MANY_LOSSES:
+            return
         reduction = kwargs.get("reduction", "mean")
         count = len(input) if input.ndim else 1
         if name in ("cross_entropy", "nll_loss") and not target.is_floating_point():
@@ -204,14 +205,14 @@ class Steps:
         self.ending.before_step(known.steps)
         known.steps += 1
         current().step = max(current().step, known.steps)
-        if not _has_closure(args, kwargs):
+        if not has_closure(args, kwargs):
             guarded(self._record)(optimizer, known)
 
     def _ended(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth -= 1
         if self._depth:
             return
-        if _has_closure(args, kwargs):
+        if has_closure(args, kwargs):
             guarded(self._record)(optimizer, self.loop.known(optimizer))
         self.ending.accumulates = False
         self._buffers = None
@@ -223,7 +224,7 @@ class Steps:
         parameters = parameters_of(optimizer)
         identities = list(map(id, parameters))
         if identities != list(map(id, known.named.values())):
-            known.named = dict(zip(_names_of(parameters), parameters, strict=True))
+            known.named = dict(zip(names_of(parameters), parameters, strict=True))
             self._introduce(known)
         if current().step == 1:
             tell_values()
@@ -369,7 +370,7 @@ def _total(schedule: Any) -> int:
     return max(0, parts, *(number for number in known if isinstance(number, int)))
 
 
-def _has_closure(args: Any, kwargs: Any) -> bool:
+def has_closure(args: Any, kwargs: Any) -> bool:
     """Return whether an optimizer computes its gradients itself, during its step."""
     return any(given is not None for given in (*args[1:], kwargs.get("closure")))
 
@@ -386,7 +387,7 @@ def _state_of(optimizer: Optimizer, known: Known) -> dict[str, int]:
     return found
 
 
-def _names_of(parameters: list[Tensor]) -> list[str]:
+def names_of(parameters: list[Tensor]) -> list[str]:
     """Name parameters as the script would: by its variables, and by modules."""
     names: dict[int, str] = {}
     networks = list(roots())
