@@ -67,6 +67,7 @@ _STORM_SEED = os.environ.get("STORM_SEED", "1")
 collect_ignore = [
     "check/wrong",
     "check/correct",
+    "parity/scripts",
     "tools/rehearsed_accelerate.py",
     "tools/rehearsed_lightning_fabric.py",
 ]

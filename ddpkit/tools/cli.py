@@ -29,6 +29,11 @@ _TOOLS = {
         "python -m ddpkit check -n 2 train.py",
         "check",
     ),
+    "parity": _Tool(
+        "proves that a training script trains on N ranks what it, or its original, trains on one process",
+        "python -m ddpkit parity --reference single.py port.py",
+        "parity",
+    ),
     "where": _Tool(
         "asks a running job what each rank is doing, and for how long",
         "python -m ddpkit where",

@@ -185,7 +185,7 @@ def test_a_script_that_hangs_is_ended_with_the_stacks_and_leaves_no_process(tmp_
     progress, brace, text = ended.output.partition("{")
     report = json.loads(brace + text)
     assert ended.code == 2
-    assert re.search(r"^ddpkit check: \d+ s, optimizer step 0 of at most 15 \.\.\.$", progress, re.MULTILINE)
+    assert re.search(r"^ddpkit: \d+ s, optimizer step 0 of at most 15 \.\.\.$", progress, re.MULTILINE)
     assert "no rank made progress for 3 s" in report["trouble"]
     assert any("wait_for_ever" in line for line in report["details"])
     with suppress(FileNotFoundError):  # it may not have begun

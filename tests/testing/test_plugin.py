@@ -1026,3 +1026,19 @@ def test_filters_of_warnings_on_the_command_line_hold_on_ranks(pytester: pytest.
     assert "RuntimeWarning: one says this" in text
     assert "That was rank 1 of 2" in text
     assert "1 failed in" in text, text  # no warnings
+
+
+def test_a_script_is_compared_with_one_process(pytester: pytest.Pytester) -> None:
+    scripts = ROOT / "tests" / "parity" / "scripts"
+    outcomes, text = run(
+        pytester,
+        f"""
+def test_right(parity):
+    parity("{scripts}/port.py", reference="{scripts}/single.py")
+
+def test_wrong(parity):
+    parity("{scripts}/port.py", "twice", reference="{scripts}/single.py", ranks=3)
+""",
+    )
+    assert outcomes == {"test_right": "PASSED", "test_wrong": "FAILED"}, text
+    assert "on 3 ranks" in text and "the loss is divided by the number of ranks" in text

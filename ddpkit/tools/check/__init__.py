@@ -216,6 +216,11 @@ def be_rank(script: Script, steps: int, recorder: Recorder, control: int) -> int
     """
     ending = Ending(steps, control)
     observe(ending)
+    return run_observed(script, ending)
+
+
+def run_observed(script: Script, ending: Ending) -> int:
+    """Run the script as the main program of this process, and wait for the end."""
     code, failure = run_script(script)
     tell(End(code, describe(failure), raised_at(failure)))
     sys.stdout.flush()
@@ -224,8 +229,8 @@ def be_rank(script: Script, steps: int, recorder: Recorder, control: int) -> int
     return 0
 
 
-def observe(ending: Ending) -> None:
-    """Install all observers."""
+def observe(ending: Ending) -> tuple[Samples, TrainingLoop]:
+    """Install all observers; return those of loaders and optimizers."""
     modules = Modules()
     windows = Windows()
     samples = Samples(ending, windows, modules)
@@ -243,3 +248,4 @@ def observe(ending: Ending) -> None:
     before(dist, "init_process_group", join)
     use_gloo_without_gpus()
     before(torch.multiprocessing, "spawn", lambda: ending.wait("spawns"))
+    return samples, loop

@@ -381,7 +381,7 @@ class Watch:
 
     def _announce(self, seconds: float) -> None:
         made = min(map(_steps, self._ranks.all))
-        announce(f"ddpkit check: {seconds:.0f} s, optimizer step {made} of at most {self._most}")
+        announce(f"ddpkit: {seconds:.0f} s, optimizer step {made} of at most {self._most}")
 
     def _patience(self) -> float:
         """Bound the time in which no rank tells anything."""
@@ -445,4 +445,4 @@ def _say_how(end: End, steps: int) -> str:
 
 
 def _steps(rank: Rank) -> int:
-    return sum(record["kind"] == "step" and record["optimizer"] == 0 for record in rank.records)
+    return max((record["step"] for record in rank.records), default=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
@@ -92,7 +93,7 @@ class Ending:
 
 
 @dataclass
-class _Loader:
+class KnownLoader:
     """What is known of one loader.
 
     Attributes:
@@ -103,6 +104,7 @@ class _Loader:
         planned: How many that has, if they can be counted.
         shares: Those of the epoch that are unequal, if the loader is ddpkit's.
         trains: Whether it feeds the training.
+        role: Names it as `role_of` does.
         fetched: Whether it has yielded a batch since the last step.
         calls_before: The calls of networks, with and without gradients, when it did.
     """
@@ -114,6 +116,7 @@ class _Loader:
     planned: int = 0
     shares: UnequalShares | None = None
     trains: bool = False
+    role: str = ""
     fetched: bool = False
     calls_before: tuple[int, int] = (0, 0)
 
@@ -123,7 +126,15 @@ class _Loader:
         return self.key.rpartition("#")[0]
 
 
-_OfLoaders = WeakKeyDictionary[Any, _Loader]
+def role_of(made: Stack, dataset: Any) -> str:
+    """Name the line that made a loader, and its dataset's size: one that is made anew for each epoch keeps both."""
+    size = None
+    with suppress(TypeError):  # a stream
+        size = len(dataset)
+    return f"{next(iter(made), None)} {size}"
+
+
+_OfLoaders = WeakKeyDictionary[Any, KnownLoader]
 
 
 @dataclass
@@ -136,7 +147,7 @@ class Samples:
     _made: WeakKeyDictionary[Any, Stack] = field(default_factory=WeakKeyDictionary)
     _loaders: _OfLoaders = field(default_factory=WeakKeyDictionary)
     _iterators: _OfLoaders = field(default_factory=WeakKeyDictionary)
-    _all: list[_Loader] = field(default_factory=list)  # nobody keeps a loader that is made in the head of a loop
+    _all: list[KnownLoader] = field(default_factory=list)  # nobody keeps a loader that is made in the head of a loop
     _watched: set[type] = field(default_factory=set)  # classes of samplers
     _fetches: int = 0
     _begun: tuple[str, int] = ("", 0)  # the loader and the number of the epoch that has begun last
@@ -150,6 +161,10 @@ class Samples:
         replace(loading._BaseDataLoaderIter, "__next__", self._next)
         for fetcher in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
             replace(fetcher, "fetch", self._fetch)
+
+    def loader_of(self, iterator: Any) -> KnownLoader | None:
+        """Return what is known of the loader that has made an iterator."""
+        return self._iterators.get(iterator)
 
     def begin_backward(self) -> None:
         """Note that the loaders which have yielded since the last step feed the training."""
@@ -174,13 +189,14 @@ class Samples:
     def _note_made(self, made: Any) -> None:
         self._made[made] = stack()
 
-    def _known(self, loader: Any) -> _Loader:
+    def _known(self, loader: Any) -> KnownLoader:
         known = self._loaders.get(loader)
         if known is None:
             made = self._made.get(loader) or stack()
             line = f"{made[0].file}:{made[0].line}" if made else type(loader).__name__
             number = 1 + sum(other.line == line for other in self._all)
-            known = self._loaders[loader] = _Loader(f"{line}#{number}", made)
+            known = self._loaders[loader] = KnownLoader(f"{line}#{number}", made)
+            known.role = role_of(made, loader.dataset)
             self._all.append(known)
         return known
 
@@ -206,7 +222,7 @@ class Samples:
         iterator._index_sampler = planned
         iterator._sampler_iter = iter(planned)
 
-    def _leave(self, known: _Loader) -> None:
+    def _leave(self, known: KnownLoader) -> None:
         """Forget batches of an iterator that is gone, if networks were called for them without gradients alone."""
         with_gradients, without = known.calls_before
         calls, samples = self._calls()
@@ -217,7 +233,7 @@ class Samples:
         """Count the calls of networks since the last step: those with gradients, and the samples of the others."""
         return len(self.modules.calls), self.modules.samples
 
-    def _describe(self, loader: Any, known: _Loader) -> Epoch:
+    def _describe(self, loader: Any, known: KnownLoader) -> Epoch:
         sampler = _sampler_of(loader)
         self._watch_epochs(type(sampler))
         is_hashable = type(sampler).__hash__ is not None and hasattr(sampler, "__weakref__")
@@ -262,7 +278,7 @@ class Samples:
             was_cut = known.trains and self.ending.cut_epoch(known.batches, known.planned)
             try:
                 if was_cut:
-                    raise _Cut
+                    raise Cut
                 batch = original(iterator)
             except StopIteration:
                 known.fetched = False
@@ -276,7 +292,7 @@ class Samples:
 
         return call
 
-    def _note_batch(self, known: _Loader, batch: Any) -> None:
+    def _note_batch(self, known: KnownLoader, batch: Any) -> None:
         if not known.fetched:
             known.fetched = True
             known.calls_before = self._calls()
@@ -331,7 +347,7 @@ def _sampler_of(loader: Any) -> Any:
     return sampler
 
 
-class _Cut(StopIteration):
+class Cut(StopIteration):
     """Ends an epoch early; ddpkit's loaders let it pass."""
 
 
@@ -342,7 +358,7 @@ class _Planned:
     sampler: Any
     described: Epoch
     dataset: Any
-    known: _Loader
+    known: KnownLoader
 
     def __len__(self) -> int:
         number: int = len(self.sampler)

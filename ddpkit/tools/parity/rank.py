@@ -1,0 +1,300 @@
+"""Be one rank, or the one process that is compared with the ranks: record each step, and what is printed."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ..check import observe, run_observed
+from ..check.loaders import Ending
+from ..check.modules import roots
+from ..check.observed import End, tell
+from ..check.source import Stack, stack
+from ..check.steps import has_closure, names_of
+from ..check.training_loop import TrainingLoop
+from ..ranks import Script
+from ..recorder import Function, Recorder, before, current, guarded, parameters_of, replace
+from .inputs import Draws, Inputs, Served, append, read
+
+Tensors = dict[str, Tensor]
+_WRAPPERS = {"module", "_orig_mod", "_forward_module", "_original_module", "_checkpoint_wrapped_module"}
+_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+
+
+@dataclass
+class Plan:
+    """How a process takes part.
+
+    Attributes:
+        steps: The optimizer steps that it makes.
+        folder: Takes its files, and is where it works.
+        ranks: The folders of the ranks whose samples it gets, none for a rank.
+        pairs: The ranks' sources of samples and of random numbers, by those of this process.
+        merged: The ranks' sources that others go on with.
+        one_by_one: The ranks' sources of which it gets each rank's batch by itself.
+        times: By which loaders' batches are larger than the script says.
+        permuted: Whether the rows of batches come in another order.
+        keep: What of "dropout" and "batch norm" stays as it is.
+    """
+
+    steps: int
+    folder: Path
+    ranks: list[Path] = field(default_factory=list)
+    pairs: dict[str, str] = field(default_factory=dict)
+    merged: dict[str, str] = field(default_factory=dict)
+    one_by_one: tuple[str, ...] = ()
+    times: int = 1
+    permuted: bool = False
+    keep: tuple[str, ...] = ()
+
+
+class Event(NamedTuple):
+    """A step of an optimizer."""
+
+    lines: dict[str, Stack]  # that call "backward", "clip" and "step", and that "made" the optimizer
+    settings: list[dict[str, Any]]  # of each group of parameters
+    before: Tensors  # parameters, by name
+    unclipped: Tensors  # gradients as they were before the script clipped them
+    gradients: Tensors
+    after: Tensors  # parameters
+    others: Tensors  # what networks hold beside them, after the step
+    precision: float  # of the numbers by which the script computes
+
+
+def be_rank(script: Script, plan: Plan, recorder: Recorder, control: int) -> int:
+    """Run the script as the main program of this process, and wait for the end."""
+    folder = plan.folder / os.environ["RANK"]
+    folder.mkdir()
+    os.chdir(plan.folder / "run" / "work")
+    served = Served(plan.ranks, plan.pairs, plan.merged, plan.one_by_one, plan.permuted) if plan.ranks else None
+    inputs = Inputs(folder / "batches", served, plan.times)
+    inputs.install()
+    ending = _Ending(plan.steps, control)
+    inputs.samples, loop = observe(ending)
+    Training(loop, inputs, folder, plan.ranks).install()
+    Draws(folder / "draws", served, inputs).install()
+    switch_off(plan.keep)
+    for stream in (sys.stdout, sys.stderr):
+        stream.write = _Lines(stream.write)  # type: ignore[method-assign]
+    return run_observed(script, ending)
+
+
+class _Ending(Ending):
+    """Ends epochs when there were enough steps, and the process when the next one begins."""
+
+    def begin_epoch(self) -> None:
+        if current().step >= self.steps:
+            self.wait("steps")
+
+
+def switch_off(keep: Sequence[str]) -> None:
+    """Let dropout drop nothing, and batch norm normalise each sample by itself, but for what is kept."""
+    if "batch norm" not in keep:
+        replace(functional, "batch_norm", _normalising_samples)
+    if "dropout" not in keep:
+        for name in _DROPOUTS:
+            replace(functional, name, lambda original: lambda input, *args, **kwargs: input)
+        replace(functional, "scaled_dot_product_attention", _attending_to_all)
+        register_module_forward_pre_hook(guarded(_evaluate_dropout))
+
+
+def _evaluate_dropout(module: nn.Module) -> None:
+    if "Drop" in type(module).__name__ or isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+        module.training = False
+
+
+def _attending_to_all(original: Function) -> Function:
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs | {"dropout_p": 0.0}
+        return original(**given)  # the others have names only, or are given by name
+
+    return call
+
+
+def _normalising_samples(original: Function) -> Function:
+    def call(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(original).bind(input, *args, **kwargs)
+        given.apply_defaults()
+        if not given.arguments["training"]:
+            return original(input, *args, **kwargs)
+        return functional.group_norm(input, 1, *(given.arguments[name] for name in ("weight", "bias", "eps")))
+
+    return call
+
+
+class _Lines:
+    """Stands for the `write` of a stream: tells each whole line, and which of the script's lines wrote it."""
+
+    def __init__(self, write: Function) -> None:
+        self._write = write
+        self._begun = ""
+
+    def __call__(self, text: str) -> Any:
+        *lines, self._begun = (self._begun + text).replace("\r", "\n").split("\n")
+        for line in lines:
+            if current().is_main and current().step:
+                current().tell("printed", line=line.strip(), where=stack())
+        return self._write(text)
+
+
+@dataclass
+class Training:
+    """Observes optimizers from the moment of `install`, and lets one process begin with the ranks' parameters.
+
+    Attributes:
+        folder: Takes the parameters at the start, and the steps.
+        given: The files of the ranks, none for a rank.
+    """
+
+    loop: TrainingLoop
+    inputs: Inputs
+    folder: Path
+    given: list[Path]
+    _lines: dict[str, Stack] = field(default_factory=dict)
+    _unclipped: dict[Any, Tensors] = field(default_factory=dict)
+    _seen: dict[Any, tuple[Tensors, Tensors]] = field(default_factory=dict)  # parameters and gradients before a step
+    _has_begun: bool = False
+    _precision: float = 0.0
+
+    def install(self) -> None:
+        """Begin."""
+        for name in ("backward", "grad"):
+            before(torch.autograd, name, self._backward)
+        for owner in (nn.utils, nn.utils.clip_grad):
+            before(owner, "clip_grad_norm_", self._clip)
+            before(owner, "clip_grad_value_", self._clip)
+        before(torch.autocast, "__enter__", self._cast)
+        register_module_forward_pre_hook(guarded(self._begin))
+        register_optimizer_step_pre_hook(self._begins)
+        register_optimizer_step_post_hook(self._ended)
+
+    @torch.no_grad()
+    def _begin(self, module: nn.Module) -> None:
+        """Write the parameters when a network is trained for the first time, or take the ranks'."""
+        optimizers = list(self.loop.optimizers)
+        if self._has_begun or not optimizers or not module.training:
+            return
+        self._has_begun = True
+        own = {name: p for optimizer in optimizers for name, p in _named(optimizer).items()}
+        others = self._others()
+        if not self.given:
+            append(self.folder / "start", (_copies(own), _copies(others)))
+        for given, rest in chain.from_iterable(read(folder / "start") for folder in self.given[:1]):
+            pairs = pair(own, given)
+            if not pairs:
+                tell(End(error=f"the ranks train {_size_of(given)}, one process {_size_of(own)}"))
+                self.inputs.samples.ending.wait("end")
+            for name, tensor in own.items():
+                _fill(tensor, given[pairs[name]])
+            for name in others.keys() & rest.keys():
+                if others[name].shape == rest[name].shape:
+                    _fill(others[name], rest[name])
+
+    def _others(self) -> Tensors:
+        """Name what networks hold that is no parameter of an optimizer."""
+        known = self.loop.parameters()
+        found = {}
+        for variable, root in roots():
+            for name, tensor in chain(root.named_parameters(), root.named_buffers()):
+                if id(tensor) not in known and tensor.is_floating_point():
+                    found[f"{variable}.{name}"] = tensor
+        return found
+
+    def _cast(self, context: torch.autocast) -> None:
+        if context._enabled:
+            self._precision = torch.finfo(context.fast_dtype).eps
+
+    def _backward(self) -> None:
+        self._lines["backward"] = stack()
+        self._unclipped = {}
+
+    def _clip(self) -> None:
+        if not self._unclipped:
+            self._lines["clip"] = stack()
+            self._unclipped = {optimizer: _gradients(optimizer) for optimizer in list(self.loop.optimizers)}
+
+    def _begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._seen:  # else it is a part of another
+            self._seen[optimizer] = _copies(_named(optimizer)), _gradients(optimizer)
+
+    def _ended(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer not in self._seen:
+            return
+        parameters, gradients = self._seen.pop(optimizer)
+        if has_closure(args, kwargs):
+            gradients = _gradients(optimizer)
+        event = Event(
+            lines=self._lines | {"step": stack(), "made": self.loop.known(optimizer).made},
+            settings=list(map(_numbers_in, optimizer.param_groups)),
+            before=parameters,
+            unclipped=self._unclipped.get(optimizer, gradients),
+            gradients=gradients,
+            after=_copies(_named(optimizer)),
+            others=_copies(self._others()),
+            precision=max(self._precision, *(torch.finfo(p.dtype).eps for p in parameters.values())),
+        )
+        append(self.folder / "events", event)
+        self.inputs.begin_step()
+
+
+def _named(optimizer: Optimizer) -> Tensors:
+    parameters = parameters_of(optimizer)
+    return dict(zip(names_of(parameters), parameters, strict=True))
+
+
+def _gradients(optimizer: Optimizer) -> Tensors:
+    return _copies({name: p.grad for name, p in _named(optimizer).items() if p.grad is not None})
+
+
+@torch.no_grad()
+def _copies(tensors: Tensors) -> Tensors:
+    """Copy tensors as they are on one process."""
+    found = {}
+    for name, tensor in tensors.items():
+        plain = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        found[name] = plain.to_dense().to("cpu", copy=True)
+    return found
+
+
+def _fill(tensor: Tensor, values: Tensor) -> None:
+    if isinstance(tensor, DTensor):
+        values = distribute_tensor(values, tensor.device_mesh, tensor.placements)
+    tensor.copy_(values)
+
+
+def _numbers_in(group: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in group.items() if isinstance(value, int | float)}
+
+
+def pair(names: Tensors, others: Tensors) -> dict[str, str]:
+    """Pair two processes' tensors: by name, without those of wrappers, else by their order; {} if shapes differ."""
+    by_name = {_plain(name): name for name in others}
+    found = {name: by_name.get(_plain(name), "") for name in names}
+    if not all(found.values()) or len(by_name) != len(names):
+        found = dict(zip(names, others, strict=False))
+    are_alike = all(names[name].shape == others[other].shape for name, other in found.items())
+    return found if are_alike and len(names) == len(others) else {}
+
+
+def _plain(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _size_of(tensors: Tensors) -> str:
+    return f"{len(tensors)} parameters of {sum(tensor.numel() for tensor in tensors.values())} numbers"
