@@ -18,8 +18,8 @@ from ..cli import announce, checked_by, count, paint, positive, show, table, wra
 from ..ranks import Ranks, Script, add_script, exit_when_terminated
 from ..recorder import Record
 from .compare import WORDS, Comparison, Difference, UncomparableError, batches_in, compare_lines, rows_of
-from .inputs import pair_sources, sources_of
-from .rank import Plan, be_rank
+from .inputs import count_by_source, pair_sources, read, read_ranks
+from .rank import Plan, be_rank, pair
 
 SCHEMA = 1  # of the JSON object; raised when a field changes its meaning or goes away
 FOLDER = "{folder}"
@@ -58,12 +58,14 @@ class Runs:
         ranks = [folder / f"{rank}" for rank in range(args.ranks)]
         first = self._run("first", steps=2) / "0"
         self._serve(ranks, first)
+        if found := self._compare_inputs(ranks, first):
+            return found, Comparison(ranks, [], self._run_alone)
         folders = [self._run(name, ranks=ranks, permuted=name == "again") / "0" for name in ("one", "again")]
         comparison = Comparison(ranks, folders, self._run_alone)
         comparison.is_cut = any(end.reason for end in self._facts["ranks"].all(End))
-        found = self._compare_inputs(ranks, first) or comparison.find()
+        found = comparison.find()
         told = [self._records[name] for name in ("ranks", "one", "again")]
-        printed, comparison.numbers = compare_lines(told, args.ranks, comparison.precision)
+        printed, comparison.numbers = compare_lines(told, args.ranks, comparison.precision, args.steps)
         if found and (reason := self._why_not(ranks, found)):
             raise UncomparableError(f"{reason} ({WORDS.get(found.thing, found.thing)}, {found.evidence})")
         if printed and (found is None or printed.step < found.step):
@@ -102,7 +104,9 @@ class Runs:
 
     def _serve(self, ranks: list[Path], first: Path) -> None:
         """Plan how one process gets what the ranks got, from what it takes itself for its first two steps."""
-        own, *theirs = map(sources_of, (first, *ranks))
+        own = count_by_source([*read(first / "batches"), *read(first / "draws")])
+        got = zip(*(read_ranks(ranks, name) for name in ("batches", "draws")), strict=True)
+        theirs = [count_by_source([*batches, *draws]) for batches, draws in got]
         pairs = pair_sources(own, list(theirs[0]))
         one_by_one = []
         for mine, source in pairs.items():
@@ -120,13 +124,17 @@ class Runs:
         self._plan = {"pairs": pairs, "merged": merged, "one_by_one": tuple(one_by_one), "times": times}
 
     def _compare_inputs(self, ranks: list[Path], first: Path) -> Difference | None:
-        """Look if ranks train from the same samples, or from another number than a script that says what is right."""
+        """Look if ranks train on the same samples, other parameters, or another number than the reference."""
         facts = self._facts["ranks"]
         for row in facts.steps:
             inputs = [[call.input for call in step.calls] for step in row]
             if any(inputs[0]) and all_equal(inputs):
                 where = row[0].calls[0].where[0] if row[0].calls[0].where else None
                 return Difference(row[0].number, "samples", f"{facts.who} train on the same samples", "", where)
+        starts = [start for folder in (ranks[0], first) for start, _ in read(folder / "start")]
+        if len(starts) > 1 and not pair(*starts):
+            sizes = [f"{len(own)} parameters of {sum(p.numel() for p in own.values())} numbers" for own in starts]
+            return Difference(1, "parameters", f"the ranks train {sizes[0]}, one process {sizes[1]}", "", None)
         mine = sum(rows_of(folder) for folder in ranks)
         one = rows_of(first)
         if not self._args.reference or mine == one or not one or not mine:

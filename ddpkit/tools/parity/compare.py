@@ -27,10 +27,10 @@ _EXPLAINED = 0.1  # of a difference, that may be left
 _NOISY = 0.05  # rounding that is none
 WORDS = {  # in the order in which each explains the next
     "parameters": "parameters before the step",
+    "others": "buffers and averages",
     "unclipped": "gradients",
     "gradients": "gradients that the optimizer gets",
     "update": "update of the parameters",
-    "others": "buffers and averages",
 }
 
 
@@ -129,6 +129,10 @@ class Comparison:
         if not all(bool(tensor.isfinite().all()) for tensor in one.values()):
             raise UncomparableError(f"the {WORDS[thing]} of one process are not finite at step {step.number}")
         if thing == "unclipped":
+            added = {name: torch.stack([mine[name] for mine in ranks]).sum(0) for name in one}
+            is_own = not step.is_equal(thing)
+            if is_own and not measure(added, one, again, self.precision)[0]:  # each rank's own, clipped before the sum
+                return None
             ranks = [{name: torch.stack([mine[name] for mine in ranks]).mean(0) for name in one}]
         for rank, mine in enumerate(ranks):
             floor = self.precision * (_OF_UPDATES if thing == "update" else 1.0)
@@ -146,16 +150,16 @@ class Comparison:
                 _, size, rounding = measure(mine, {name: one[name] for name in names}, again, floor)
                 ratio = _ratio(_flat(mine, names), _flat(one, names))
                 much = f"{size:.2g} of their size apart" if ratio is None else f"{ratio:.3g} times those of one process"
-                cause, line = self._explain(thing, step, ratio)
+                cause, line = self._explain(thing, step, ratio, len(names) < len(one))
                 evidence = f"{some}{whose}: {much} (rounding: {rounding:.0e})"
                 where = next(iter(first.lines.get(line, [])), None)
                 return Difference(step.number, thing, evidence, cause, where)
         return None
 
-    def _explain(self, thing: str, step: Step, ratio: float | None) -> tuple[str, str]:
+    def _explain(self, thing: str, step: Step, ratio: float | None, is_part: bool) -> tuple[str, str]:
         """Name the cause, "" if it is not known, and the kind of line that has it."""
         if thing == "unclipped":
-            return self._explain_gradients(step, ratio), "backward"
+            return self._explain_gradients(step, ratio, is_part), "backward"
         if thing == "gradients" and not step.is_equal("gradients"):
             return "each rank makes its step by its own gradients: they are not, or not wholly, averaged", "backward"
         if thing == "gradients" and not step.is_equal("unclipped"):
@@ -164,9 +168,11 @@ class Comparison:
             return "ranks begin with other parameters", "made"
         return "", "step"
 
-    def _explain_gradients(self, step: Step, ratio: float | None) -> str:
+    def _explain_gradients(self, step: Step, ratio: float | None, is_part: bool) -> str:
         world_size = len(self.ranks)
         if ratio is not None:
+            if is_part and abs(ratio * world_size - 1) < _CLOSE:
+                return "as if only one rank's share reached them: a gather without gradients, or a part without DDP"
             if abs(ratio * world_size - 1) < _CLOSE:
                 return "as if the loss were divided by the number of ranks, and their mean taken, too; or were a sum"
             return (
@@ -190,7 +196,7 @@ class Comparison:
             return f"they add up the gradients of each rank's samples with the weights {shares}, for {joined(samples)}"
         if len(set(samples)) > 1:
             return f"a mean of means: each rank counts the same, with {joined(samples)} samples"
-        return "each rank counts the same: the loss divides by what differs between ranks, or couples samples"
+        return "each rank counts the same: the loss divides by what differs between ranks, is a sum, or couples samples"
 
 
 def measure(mine: Tensors, one: Tensors, again: Tensors, floor: float) -> tuple[list[str], float, float]:
@@ -224,7 +230,7 @@ def _things(event: Event, like: Event) -> dict[str, Tensors]:
 
     before, after = named(event.before), named(event.after)
     return {
-        "parameters": before,
+        "parameters": named(event.arrived),
         "unclipped": named(event.unclipped),
         "gradients": named(event.gradients),
         "update": {name: after[name] - before[name] for name in before},
@@ -273,19 +279,22 @@ _MEASURED = re.compile(
 )
 
 
-def compare_lines(told: Sequence[list[Record]], world_size: int, precision: float) -> tuple[Difference | None, int]:
+def compare_lines(
+    told: Sequence[list[Record]], world_size: int, precision: float, steps: int
+) -> tuple[Difference | None, int]:
     """Find the first number that the first rank prints and one process does not.
 
     Args:
         told: What the first rank has told, one process, and this with permuted rows.
         world_size: The number of ranks.
         precision: Of the numbers by which the script computes.
+        steps: After as many, loops are cut: what is printed later is one stretch.
 
     Returns:
         The difference, None if there is none, and how many numbers were compared.
     """
     numbers = 0
-    first, *others = map(_by_text, told)
+    first, *others = [_by_text(records, steps) for records in told]
     for text, lines in first.items():
         for line, *same in zip(lines, *(table.get(text, []) for table in others), strict=False):
             for mine, one, again in zip(*(_NUMBER.findall(each["line"]) for each in (line, *same)), strict=True):
@@ -301,13 +310,13 @@ def compare_lines(told: Sequence[list[Record]], world_size: int, precision: floa
     return None, numbers
 
 
-def _by_text(records: list[Record]) -> dict[tuple[int, str], list[Record]]:
+def _by_text(records: list[Record], steps: int) -> dict[tuple[int, str], list[Record]]:
     """Put lines of one step together that differ in numbers only."""
     found: dict[tuple[int, str], list[Record]] = {}
     for record in records:
         if record["kind"] == "printed":
             line = " ".join(_MEASURED.sub("", record["line"]).split())
-            found.setdefault((record["step"], _NUMBER.sub("#", line)), []).append(record | {"line": line})
+            found.setdefault((min(record["step"], steps), _NUMBER.sub("#", line)), []).append(record | {"line": line})
     return found
 
 

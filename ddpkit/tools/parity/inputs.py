@@ -25,6 +25,7 @@ from torch.utils.data import dataloader as loading
 from ...data.loader import Loader
 from ...errors import DdpkitError
 from ..check.loaders import Cut, KnownLoader, Samples, role_of
+from ..check.observed import End, tell
 from ..check.source import stack
 from ..recorder import Function, after, current, guarded, replace, size_of
 
@@ -97,12 +98,21 @@ class Draw(NamedTuple):
     drawn: Tensor
 
 
-def sources_of(folder: Path) -> dict[str, Counter[int]]:
-    """Count the batches of each loader, and the draws of each place, by the number of steps before."""
+def read_ranks(folders: Sequence[Path], name: str) -> list[list[Any]]:
+    """Read what each rank got, with the first rank's names of sources: shares of a dataset may differ in size."""
+    by_rank = [list(read(folder / name)) for folder in folders]
+    names = list(dict.fromkeys(each.source for each in by_rank[0]))
+    for got in by_rank[1:]:
+        pairs = pair_sources(dict.fromkeys(each.source for each in got), names)
+        got[:] = [each._replace(source=pairs.get(each.source, each.source)) for each in got]
+    return by_rank
+
+
+def count_by_source(got: Iterable[Any]) -> dict[str, Counter[int]]:
+    """Count the batches of each loader, or the draws of each place, by the number of steps before."""
     found: dict[str, Counter[int]] = {}
-    for name in ("batches", "draws"):
-        for each in read(folder / name):
-            found.setdefault(each.source, Counter())[each.step] += 1
+    for each in got:
+        found.setdefault(each.source, Counter())[each.step] += 1
     return found
 
 
@@ -146,10 +156,10 @@ class Served:
         self._sizes: set[int] = set()  # of batches
         self.loops: dict[str, dict[int, list[list[Batch]]]] = {}
         self.draws: dict[str, list[list[Tensor]]] = {}
-        for key, row in _rows_of([list(read(folder / "batches")) for folder in folders], one_by_one).items():
+        for key, row in _rows_of(read_ranks(folders, "batches"), one_by_one).items():
             source, loop = key[:2]
             self.loops.setdefault(source, {}).setdefault(loop, []).append(row)
-        by_rank = [list(read(folder / "draws")) for folder in folders]
+        by_rank = read_ranks(folders, "draws")
         for draws in by_rank:
             draws[:] = [draw._replace(source=merged.get(draw.source, draw.source)) for draw in draws]
         shared = set.intersection(*({draw.source for draw in draws} for draws in by_rank))
@@ -302,7 +312,11 @@ class Inputs:
             raise Cut
         given = self._given[iterator.loader] = loop.pop(0)
         _set_states(given[0].generators)
-        return self.served.collate(given, iterator._collate_fn.collate)
+        try:
+            return self.served.collate(given, iterator._collate_fn.collate)
+        except (RuntimeError, ValueError) as error:
+            tell(End(error=f"the ranks' batches cannot be joined: {error}"))
+            self.samples.ending.wait("end")
 
     def _shares(self, original: Function) -> Function:
         def call(loader: Any, name: str) -> Any:

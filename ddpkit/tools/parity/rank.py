@@ -22,7 +22,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ..check import observe, run_observed
 from ..check.loaders import Ending
 from ..check.modules import roots
-from ..check.observed import End, tell
 from ..check.source import Stack, stack
 from ..check.steps import has_closure, names_of
 from ..check.training_loop import TrainingLoop
@@ -65,13 +64,15 @@ class Plan:
 class Event(NamedTuple):
     """A step of an optimizer."""
 
+    optimizer: int  # its number
     lines: dict[str, Stack]  # that call "backward", "clip" and "step", and that "made" the optimizer
     settings: list[dict[str, Any]]  # of each group of parameters
-    before: Tensors  # parameters, by name
+    others: Tensors  # what networks hold beside parameters, when the first is called in training since the last step
+    arrived: Tensors  # parameters, by name, before the ranks' were taken
+    before: Tensors  # parameters
     unclipped: Tensors  # gradients as they were before the script clipped them
     gradients: Tensors
     after: Tensors  # parameters
-    others: Tensors  # what networks hold beside them, after the step
     precision: float  # of the numbers by which the script computes
 
 
@@ -83,7 +84,7 @@ def be_rank(script: Script, plan: Plan, recorder: Recorder, control: int) -> int
     served = Served(plan.ranks, plan.pairs, plan.merged, plan.one_by_one, plan.permuted) if plan.ranks else None
     inputs = Inputs(folder / "batches", served, plan.times)
     inputs.install()
-    ending = _Ending(plan.steps, control)
+    ending = _Ending(plan.steps, control, is_served=bool(served and served.loops))
     inputs.samples, loop = observe(ending)
     Training(loop, inputs, folder, plan.ranks).install()
     Draws(folder / "draws", served, inputs).install()
@@ -93,8 +94,14 @@ def be_rank(script: Script, plan: Plan, recorder: Recorder, control: int) -> int
     return run_observed(script, ending)
 
 
+@dataclass
 class _Ending(Ending):
-    """Ends epochs when there were enough steps, and the process when the next one begins."""
+    """Ends epochs when there were enough steps, unless they end with what is served, and the process with the next."""
+
+    is_served: bool = False
+
+    def cut_epoch(self, batches: int, planned: int) -> bool:
+        return not self.is_served and super().cut_epoch(batches, planned)
 
     def begin_epoch(self) -> None:
         if current().step >= self.steps:
@@ -155,7 +162,7 @@ class _Lines:
 
 @dataclass
 class Training:
-    """Observes optimizers from the moment of `install`, and lets one process begin with the ranks' parameters.
+    """Observes optimizers from the moment of `install`; one process begins each step with the ranks' parameters.
 
     Attributes:
         folder: Takes the parameters at the start, and the steps.
@@ -169,7 +176,10 @@ class Training:
     _lines: dict[str, Stack] = field(default_factory=dict)
     _unclipped: dict[Any, Tensors] = field(default_factory=dict)
     _seen: dict[Any, tuple[Tensors, Tensors]] = field(default_factory=dict)  # parameters and gradients before a step
-    _has_begun: bool = False
+    _given: dict[int, list[Tensors]] = field(default_factory=dict)  # the ranks' parameters before each step
+    _arrived: dict[Any, Tensors] = field(default_factory=dict)  # those of this process, before it took the ranks'
+    _held: Tensors = field(default_factory=dict)
+    _stepped: list[Optimizer] | None = None  # since the last call of a network in training, None before the first
     _precision: float = 0.0
 
     def install(self) -> None:
@@ -186,25 +196,35 @@ class Training:
 
     @torch.no_grad()
     def _begin(self, module: nn.Module) -> None:
-        """Write the parameters when a network is trained for the first time, or take the ranks'."""
+        """When a network is first called in training since the last step, note what there is, and take the ranks'."""
         optimizers = list(self.loop.optimizers)
-        if self._has_begun or not optimizers or not module.training:
+        if self._stepped == [] or not optimizers or not module.training:
             return
-        self._has_begun = True
-        own = {name: p for optimizer in optimizers for name, p in _named(optimizer).items()}
         others = self._others()
+        if self._stepped is None:
+            self._start(optimizers, others)
+        self._held = _copies(others)
+        stepped, self._stepped = self._stepped or [], []
+        for optimizer in stepped:
+            known = self.loop.known(optimizer)
+            befores = self._given.get(known.number, [])
+            if known.steps < len(befores):
+                self._arrived[optimizer] = _copies(_named(optimizer))
+                _take(_named(optimizer), befores[known.steps])
+
+    def _start(self, optimizers: list[Optimizer], others: Tensors) -> None:
+        """Write with what the training begins, or begin with what the ranks have."""
+        own = {name: p for optimizer in optimizers for name, p in _named(optimizer).items()}
         if not self.given:
             append(self.folder / "start", (_copies(own), _copies(others)))
-        for given, rest in chain.from_iterable(read(folder / "start") for folder in self.given[:1]):
-            pairs = pair(own, given)
-            if not pairs:
-                tell(End(error=f"the ranks train {_size_of(given)}, one process {_size_of(own)}"))
-                self.inputs.samples.ending.wait("end")
-            for name, tensor in own.items():
-                _fill(tensor, given[pairs[name]])
+            return
+        for given, rest in read(self.given[0] / "start"):
+            _take(own, given)
             for name in others.keys() & rest.keys():
                 if others[name].shape == rest[name].shape:
                     _fill(others[name], rest[name])
+        for event in read(self.given[0] / "events"):
+            self._given.setdefault(event.optimizer, []).append(event.before)
 
     def _others(self) -> Tensors:
         """Name what networks hold that is no parameter of an optimizer."""
@@ -240,16 +260,19 @@ class Training:
         if has_closure(args, kwargs):
             gradients = _gradients(optimizer)
         event = Event(
+            optimizer=self.loop.known(optimizer).number,
+            others=self._held,
+            arrived=self._arrived.pop(optimizer, parameters),
             lines=self._lines | {"step": stack(), "made": self.loop.known(optimizer).made},
             settings=list(map(_numbers_in, optimizer.param_groups)),
             before=parameters,
             unclipped=self._unclipped.get(optimizer, gradients),
             gradients=gradients,
             after=_copies(_named(optimizer)),
-            others=_copies(self._others()),
             precision=max(self._precision, *(torch.finfo(p.dtype).eps for p in parameters.values())),
         )
         append(self.folder / "events", event)
+        self._stepped = [*(self._stepped or []), optimizer]
         self.inputs.begin_step()
 
 
@@ -278,8 +301,20 @@ def _fill(tensor: Tensor, values: Tensor) -> None:
     tensor.copy_(values)
 
 
+def _take(own: Tensors, given: Tensors) -> None:
+    """Fill parameters with those of another process, if they can be paired."""
+    for name, other in pair(own, given).items():
+        _fill(own[name], given[other])
+
+
 def _numbers_in(group: dict[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in group.items() if isinstance(value, int | float)}
+    """Name the numbers among a group's settings, also those in pairs."""
+    found = {}
+    for name, value in group.items():
+        for number, each in enumerate(value if isinstance(value, tuple) else [value]):
+            if isinstance(each, int | float):
+                found[f"{name}[{number}]" if isinstance(value, tuple) else name] = each
+    return found
 
 
 def pair(names: Tensors, others: Tensors) -> dict[str, str]:
@@ -294,7 +329,3 @@ def pair(names: Tensors, others: Tensors) -> dict[str, str]:
 
 def _plain(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-def _size_of(tensors: Tensors) -> str:
-    return f"{len(tensors)} parameters of {sum(tensor.numel() for tensor in tensors.values())} numbers"
