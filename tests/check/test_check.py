@@ -248,6 +248,30 @@ def test_a_module_of_a_package_is_checked(tmp_path: Path) -> None:
     assert finding["where"]["file"].endswith("train.py") and finding["where"]["line"] == 10
 
 
+AVERAGES = {
+    "nothing": (),
+    "the gradients of some": ("for p in [*model.parameters()][:1]: dist.all_reduce(p.grad)",),
+    "gathered gradients": (
+        "for p in model.parameters(): dist.all_gather([torch.empty_like(p.grad), p.grad], p.grad.clone())",
+    ),
+    "one vector": ("dist.broadcast(torch.cat([p.detach().flatten() for p in model.parameters()]), 0)",),
+    "by ddpkit": ("import ddpkit; ddpkit.average_gradients(model)",),
+    "as a tree": ("import ddpkit; ddpkit.all_reduce_mean([p.grad for p in model.parameters()])",),
+}
+
+
+@pytest.mark.storm
+@pytest.mark.parametrize("what", AVERAGES)
+def test_ranks_are_compared_where_something_says_that_they_hold_replicas(what: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    own = TRAIN.replace("dist.get_rank()", "0").replace("torch.nn.parallel.DistributedDataParallel", "")
+    lines = "".join(f"    {line}\n" for line in AVERAGES[what])
+    script.write_text(own.replace("    optimizer.step()", f"{lines}    optimizer.step()"))
+    code, report = check(script, tmp_path)
+    found = [finding["kind"] for finding in report["findings"]]
+    assert (code, found) == ((1, ["same-samples"]) if lines else (0, [])), report
+
+
 def test_gradients_are_clipped_as_without_the_check(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     clip = "    assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 0"

@@ -23,7 +23,7 @@ from .collectives import Collectives
 from .facts import Facts, Finding, Outcome, Watch
 from .loaders import LONGEST, Ending, Samples
 from .modules import Modules
-from .observed import End, Sent, Step, tell
+from .observed import End, tell
 from .random_numbers import Windows
 from .source import raised_at
 from .steps import Losses, Steps
@@ -100,10 +100,7 @@ def _finding_as_json(finding: Finding) -> dict[str, Any]:
 # Find everything that there is to be found in the records of a run.
 
 _ALONE = (*training_loop.ALONE, *gradients.ALONE, *random_numbers.ALONE, *samples.ALONE)
-_OF_RANKS = (*gradients.RULES, *samples.RULES, *random_numbers.RULES, *collectives.RULES)
-_OF_REPLICAS = {
-    "gradients-not-averaged", "replicas-differ-at-start", "replicas-drift", "same-samples", "same-random-numbers"
-}  # fmt: skip
+_OF_REPLICAS = (*gradients.RULES, *samples.RULES, *random_numbers.RULES, *collectives.OF_REPLICAS)
 _FOLLOW = {  # what another finding explains
     "batches-differ": ("wrong-divisor", "collective-order", "one-rank-decides", "replicas-drift"),
     "not-in-optimizer": ("no-gradients",),
@@ -122,12 +119,11 @@ def find_all(facts: Facts) -> list[Finding]:
     """Return the findings, the worst first, one of a kind for a line, without those that follow from others."""
     rules = [*_ALONE]
     if facts.is_distributed:
-        rules += _OF_RANKS
+        rules += collectives.RULES
+        rules += _OF_REPLICAS if facts.are_replicas else gradients.OF_COPIES
     found = [finding for rule in rules for finding in rule(facts)]
     kinds = {finding.kind for finding in found}
     explained = {kind for cause in kinds for kind in _FOLLOW.get(cause, ())}
-    if kinds & _OF_REPLICAS and _hold_parts(facts):
-        explained |= _OF_REPLICAS
     by_line: dict[Any, Finding] = {}
     for finding in sorted(found, key=_badness):
         if finding.kind not in explained:
@@ -137,14 +133,6 @@ def find_all(facts: Facts) -> list[Finding]:
 
 def _badness(finding: Finding) -> int:
     return list(_COLOURS).index(finding.severity)
-
-
-def _hold_parts(facts: Facts) -> bool:
-    """Return whether the network is spread over the ranks in stages: tensors go from rank to rank in training."""
-    if any(step.wrappers for step in facts.all(Step)):  # a DDP, of replicas
-        return False
-    sending = [any(each.step for each in sent) for sent in facts.of(Sent).values()]
-    return sum(sending) > 1
 
 
 _BAD_SCRIPT = 2

@@ -100,7 +100,8 @@ class Collectives:
             leaves = [torch.as_tensor(leaf) for leaf in Tree(value).leaves().values()]
             values = [float(leaf) for leaf in leaves if leaf.numel() == 1]
             group = _name_of(group_of(peers))
-            seen = Collective("all_reduce", group, stack(4), "AVG", values=values[:_SMALL])
+            size = sum(leaf.numel() for leaf in leaves)
+            seen = Collective("all_reduce", group, stack(4), "AVG", shape=[size], values=values[:_SMALL])
             self._tell(seen)
 
     def _note_sent(self) -> None:
@@ -269,9 +270,10 @@ def _plateaus(facts: Facts) -> Findings:
 def _parting(facts: Facts) -> Findings:
     """Find where ranks will part, else explain where they do."""
     found: list[Finding] = []
-    if not facts.deals_micro_batches and not _is_handled(facts):
-        found += first_of(_uneven_epochs, _skipping)(facts)
-    found += first_of(_plateaus)(facts)
+    if facts.are_replicas:
+        found += first_of(_plateaus)(facts)
+        if not facts.deals_micro_batches and not _is_handled(facts):
+            found += first_of(_uneven_epochs, _skipping)(facts)
     if facts.parted and not found:
         found.append(_explain(facts, facts.parted))
     yield from found
@@ -408,4 +410,5 @@ def _own_values(facts: Facts) -> Findings:
             yield facts.finding("own-values-saved", evidence, where)
 
 
-RULES = (first_of(_mean_of_means), _parting, _same_files, first_of(_own_values))
+RULES = (_parting, _same_files)
+OF_REPLICAS = (first_of(_mean_of_means), first_of(_own_values))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections import Counter
@@ -16,11 +17,12 @@ from ..cli import announce
 from ..ranks import Rank, Ranks
 from ..recorder import Record
 from . import observed
-from .observed import Collective, End, Epoch, Join, Step
+from .observed import Collective, End, Epoch, Join, Optimized, Sent, Step
 from .source import Place, Stack
 
 _TABLE = Path(__file__).with_name("rules.json")
 _RULES: dict[str, dict[str, str]] = json.loads(_TABLE.read_text())
+_HEADER = 18  # elements before the gradients in a message of `average_gradients`
 SCRIPT_END = "the end of the script"  # where a rank has come that has ended without an error
 Lines = Place | Sequence[Place] | None
 _Seen = TypeVar("_Seen")
@@ -68,6 +70,8 @@ class Facts:
         steps: The optimizer steps that all ranks have made, as a record of each rank.
         epochs: Those that all ranks have begun, in the same way.
         collectives: Those that all ranks have entered.
+        are_replicas: Whether anything says that the ranks hold replicas of one network.
+        are_stages: Whether they hold its stages: tensors go from rank to rank in training, and there is no DDP.
         deals_micro_batches: Whether ranks take different numbers of them, whose gradients `exact_gradients` adds up.
     """
 
@@ -84,7 +88,26 @@ class Facts:
             self.steps = [row for row in self.steps if agree(row, "position")]
         self.epochs = self.rows(Epoch, "loader", "number")
         self.collectives = self.rows(Collective, "position", "group")
+        has_ddp = any(step.wrappers for step in self.all(Step))
+        has_ddp |= any(seen.op.endswith("of DDP") for seen in self.all(Collective))
+        sending = [any(each.step for each in sent) for sent in self.of(Sent).values()]
+        self.are_stages = sum(sending) > 1 and not has_ddp
+        self.are_replicas = has_ddp or (not self.are_stages and self._are_averaged())
         self.deals_micro_batches = any(epoch.sampler == "MicroBatchSampler" for epoch in self.all(Epoch))
+
+    def _are_averaged(self) -> bool:
+        """Return whether weights or gradients are combined or sent, or a sampler deals the samples of an epoch."""
+        if any(epoch.has_epoch for epoch in self.all(Epoch)) or any(step.summed for step in self.all(Step)):
+            return True
+        sent = {math.prod(seen.shape) for seen in self.all(Collective)}
+        for told in self.first(Optimized):
+            shapes = [parameter.shape for parameter in told.parameters.values()]
+            sizes = [math.prod(shape or ()) for shape in shapes]
+            total = sum(sizes)
+            of_network = {max(sizes, default=0), total, total + _HEADER} - {1}
+            if None in shapes or sent & of_network:
+                return True
+        return any(seen.trained for seen in self.all(Collective))
 
     def of(self, kind: type[_Seen]) -> dict[int, list[_Seen]]:
         """Select the records of one kind, by rank."""

@@ -86,6 +86,10 @@ def _optimizers(facts: Facts) -> Iterator[_Optimizer]:
         first = told[0]
         alike = [name for name in first.parameters if _has_one_shape(told, name)]
         own = [steps for steps in facts.steps if steps[0].optimizer == first.optimizer]
+        routed = ["all_to_all" in seen.op and seen.dtype != "float64" for seen in facts.first(Collective)]
+        if own and any(routed):  # to experts, each rank's own
+            of_experts = differing([step.parameters for step in own[0]], alike)
+            alike = [name for name in alike if name not in of_experts]
         rows = [_compare(steps, alike) for steps in own]
         by_hand = _reduced(facts, first.optimizer)
         yield _Optimizer(first.parameters, first.made, rows, by_hand)
@@ -140,6 +144,16 @@ def _unaveraged(facts: Facts) -> Findings:
             seen = f"at optimizer step {row.number} the gradients of {facts.who} differ by {difference:.0%}"
             yield facts.finding(rule, f"{name_some(names)}: {seen}", *lines)
             break
+
+
+def _unaveraged_copies(facts: Facts) -> Findings:
+    """Find networks that are equal at first and never averaged, where nothing says if they are replicas."""
+    for optimizer in () if facts.are_stages else _optimizers(facts):
+        for row in optimizer.rows[:1]:
+            if row.gradients and not row.different:
+                seen = f"equal on {facts.who} at the first optimizer step, but the gradients differ"
+                names = name_some(list(row.gradients))
+                yield facts.finding("unaveraged-copies", f"{names}: {seen}", row.steps[0].where, optimizer.made)
 
 
 def _cause(step: Step, optimizer: _Optimizer, names: list[str]) -> tuple[str, list[Lines]]:
@@ -420,6 +434,7 @@ def _wrong_divisors(facts: Facts) -> Findings:
 
 
 ALONE = (_without_gradients,)
+OF_COPIES = (_unaveraged_copies,)
 RULES = (
     _unaveraged,
     first_of(_different_at_start, _different_states, _drifting),

@@ -225,7 +225,7 @@ def _validated_in_training(facts: Facts) -> Findings:
     known: dict[str, Epoch] = {}
     trained: set[tuple[int, int]] = set()  # a dataset, and an index
     others: dict[str, set[tuple[int, int]]] = {}
-    for epoch in facts.all(Epoch):
+    for epoch in facts.all(Epoch) if facts.are_replicas else facts.first(Epoch):
         base = known.setdefault(epoch.loader, epoch).base
         samples = {(base, index) for index in epoch.plan or ()}
         if epoch.loader in facts.training:
