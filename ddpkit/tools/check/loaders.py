@@ -23,7 +23,7 @@ from ..recorder import Function, after, before, content, current, guarded, repla
 from .modules import Modules
 from .observed import Batch, End, Epoch, EpochEnd, EpochSet, Fetch, Position, Trains, tell
 from .random_numbers import GENERATORS, Tracer, Windows
-from .source import Stack, awaits_stop_iteration, definition, is_bounded, is_own_object, rounds_around, stack
+from .source import Stack, awaits_stop_iteration, definition, is_bounded, is_own_object, known_to, rounds_around, stack
 
 _MANY = 2_000_000  # samples of an epoch that are listed
 _BATCHES = 64  # of an epoch that are described one by one
@@ -422,11 +422,12 @@ def _base_of(dataset: Any) -> tuple[Any, list[int] | None]:
 
 def _digest_of(dataset: Any, depth: int = 3) -> tuple[str, str]:
     """Describe what a dataset's fields hold: as it is, and without regard to the order of lists."""
-    if not getattr(dataset, "__dict__", None):  # a list, or a tensor
+    known = [*known_to(type(dataset)), *getattr(dataset, "__dict__", {}).items()]
+    if not known:  # a list, or a tensor
         return digest(dataset), _unordered(dataset)
     ordered = {}
     unordered = {}
-    for name, value in vars(dataset).items():
+    for name, value in known:
         if depth and (isinstance(value, Dataset) or is_own_object(value)):
             ordered[name], unordered[name] = _digest_of(value, depth - 1)
         elif not isinstance(value, GENERATORS):

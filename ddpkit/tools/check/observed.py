@@ -347,12 +347,13 @@ class Sum(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """A schedule of learning rates: its steps so far, the length of a cosine, and the steps that it is made for."""
+    """A schedule of learning rates: its steps so far, a cosine's length, for how many it is made, if any is called."""
 
     made: Stack
     steps: int
     length: int | None
     total: int
+    stepped: bool
 
 
 class Event(NamedTuple):

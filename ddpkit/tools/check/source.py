@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import sys
 import sysconfig
 import traceback
@@ -68,10 +69,25 @@ def is_own(file: str) -> bool:
 
 def is_own_object(value: Any) -> bool:
     """Return whether a value is an object of a class that the script defines."""
-    if not hasattr(value, "__dict__"):
-        return False
-    module = sys.modules.get(type(value).__module__)
+    return hasattr(value, "__dict__") and _is_own_class(type(value))
+
+
+def _is_own_class(kind: type) -> bool:
+    module = sys.modules.get(kind.__module__)
     return is_own(getattr(module, "__file__", None) or "<unknown>")
+
+
+def known_to(kind: type) -> Iterator[tuple[str, Any]]:
+    """Yield what a class of the script holds, the globals that its methods use, and the rank if they ask for it."""
+    for name, value in [item for part in kind.__mro__ if _is_own_class(part) for item in vars(part).items()]:
+        code = getattr(value, "__code__", None)
+        if code is None:
+            yield name, value
+            continue
+        scope = value.__globals__
+        yield from ((used, scope[used]) for used in code.co_names if used in scope)
+        if name != "__init__" and any(word in used.lower() for used in code.co_names for word in _OF_RANK):
+            yield name, os.environ.get("RANK")
 
 
 def own_frames() -> Iterator[FrameType]:
@@ -271,16 +287,21 @@ def setting_lines(stack: Stack, key: str) -> Stack:
     return found
 
 
-def calls_method(place: Place, method: str) -> bool:
-    """Return whether the file of a line calls a method of what that line assigns."""
-    calls = _nodes(_syntax_of(place.file), ast.Call)
-    called = [f".{ast.unparse(call.func)}" for call in calls]
-    for node in _enclosing(place):
-        for target in getattr(node, "targets", []):
-            name = ast.unparse(target).rpartition(".")[2]
-            if any(each.endswith(f".{name}.{method}") for each in called):
-                return True
-    return False
+def is_stepped(place: Place) -> bool:
+    """Return whether the script calls `step` of the schedule that a line makes; another file may name it otherwise."""
+    targets = [target for node in _enclosing(place) for target in getattr(node, "targets", [])]
+    names = {ast.unparse(target).rpartition(".")[2] for target in targets}
+    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    others = [file for file in files if file and file != place.file and is_own(file)]
+    elsewhere = set().union(*map(_stepped, others))
+    is_there = any("sched" in name.lower() for name in elsewhere)
+    return is_there or not names.isdisjoint(elsewhere | _stepped(place.file))
+
+
+@cache
+def _stepped(file: str) -> set[str]:
+    """Name the objects whose `step` a file calls."""
+    return set(re.findall(r"(\w+)\.step\(", ast.unparse(_syntax_of(file))))
 
 
 # Look for divisions by the number of ranks.

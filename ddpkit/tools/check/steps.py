@@ -21,7 +21,7 @@ from .loaders import Ending, Samples
 from .modules import Modules, roots, variables
 from .observed import Buffers, Fixed, Gradient, Loss, Optimized, Parameter, Plateau, Schedule, Step, Sum, tell
 from .random_numbers import Windows
-from .source import Stack, divides_by_ranks, stack
+from .source import Stack, divides_by_ranks, is_stepped, stack
 from .training_loop import Known, TrainingLoop
 
 _ELEMENTWISE = ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"]
@@ -285,7 +285,8 @@ class Steps:
         for schedule, made in self._schedules:
             if id(schedule) not in parts:
                 length = getattr(schedule, "T_max", None)
-                described.append(Schedule(made, schedule.last_epoch, length, _total(schedule)))
+                stepped = any(map(is_stepped, made[:1]))
+                described.append(Schedule(made, schedule.last_epoch, length, _total(schedule), stepped))
         return described
 
     def _without_gradient(self, known: Known) -> dict[str, Stack]:

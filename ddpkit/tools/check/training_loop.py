@@ -19,7 +19,7 @@ from .facts import Facts, Findings, agree, by_fields, common, name_some
 from .gradients import by_backward, by_line, near
 from .modules import Modules
 from .observed import Clip, Epoch, EpochEnd, Evaluated, Event, Loss, Mistake, Mode, Optimized, Position, Step, tell
-from .source import Stack, calls_method, stack
+from .source import Stack, stack
 
 _MANY = 64  # events that are kept between two steps of an optimizer
 _SEVERAL = 3  # steps or calls, all of which must show a mistake
@@ -348,8 +348,7 @@ def _schedules(facts: Facts) -> Findings:
         if schedule.length is not None and schedule.steps > schedule.length:
             seen = f"it has made {schedule.steps} steps, and `T_max` is {schedule.length}"
             yield facts.finding("schedule-over", seen, where)
-        is_called = any(calls_method(line, "step") for line in where[:1])
-        if epochs > 1 and schedule.steps == first.steps and not is_called:
+        if epochs > 1 and schedule.steps == first.steps and not schedule.stepped:
             yield facts.finding("schedule-unused", f"after {epochs} epochs nothing has called its `step`", where)
 
 
