@@ -301,10 +301,11 @@ def variables() -> Iterator[tuple[str, Any]]:
         for scope in (frame.f_locals, frame.f_globals):
             for name, value in list(scope.items()):
                 yield name, value
-                yield from _parts(name, value)
+                yield from parts_of(name, value)
 
 
-def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def parts_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a container or an object of the script holds, with names."""
     if isinstance(value, dict):
         for key, child in islice(dict.items(value), 32):  # one of another class may make its values now
             yield f"{name}[{key!r}]", child

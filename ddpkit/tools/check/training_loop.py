@@ -17,12 +17,14 @@ from torch.optim import Optimizer
 from ..recorder import Function, after, before, current, guarded, hash_of, parameters_of, replace
 from .facts import Facts, Findings, agree, by_fields, common, name_some
 from .gradients import by_backward, by_line, near
-from .modules import Modules
+from .modules import Modules, parts_of
 from .observed import Clip, Epoch, EpochEnd, Evaluated, Event, Loss, Mistake, Mode, Optimized, Position, Step, tell
-from .source import Stack, stack
+from .source import Stack, is_own_object, stack
 
 _MANY = 64  # events that are kept between two steps of an optimizer
 _SEVERAL = 3  # steps or calls, all of which must show a mistake
+_OF_DIFFERENCES = ("Mul", "Div", "Mean", "Sum", "Pow", "Abs", "Sqrt", "ToCopy")
+_EXPANDING = ("Unsqueeze", "TBack", "Transpose", "Permute", "Expand", "Index", "torch::autograd::AccumulateGrad")
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout")
 
 
@@ -101,7 +103,7 @@ class TrainingLoop:
         known = self.parameters()
         found = {}
         for network, _ in self._networks_of(optimizer):
-            for name, p in network.named_parameters():
+            for name, p in chain(network.named_parameters(), _in_lists(network)):
                 if p.requires_grad and id(p) not in known and _has_gradient([p]):
                     found[name.removeprefix("module.")] = self.modules.made(p)
         return found
@@ -139,7 +141,9 @@ class TrainingLoop:
         if len(events) < _MANY and (has_gradient or kind == "backward"):
             events.append(Event(kind, stack(2), has_gradient))
 
-    def _backward(self) -> None:
+    def _backward(self, tensors: Any = None) -> None:
+        if isinstance(tensors, Tensor) and (evidence := _broadcast(tensors)):
+            self._mistake("shapes-broadcast", evidence)
         for optimizer in list(self.optimizers):
             self._note("backward", optimizer)
 
@@ -225,6 +229,36 @@ def _ids(tensors: Iterable[Tensor]) -> set[int]:
 
 def _parameter_ids(optimizer: Optimizer) -> set[int]:
     return _ids(parameters_of(optimizer))
+
+
+def _in_lists(network: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of modules that the script's modules hold in plain lists."""
+    for module in filter(is_own_object, network.modules()):
+        for name, value in list(vars(module).items()):
+            is_plain = isinstance(value, list | tuple | dict) and not name.startswith("_")
+            for item, child in parts_of(name, value) if is_plain else ():
+                if isinstance(child, nn.Module):
+                    yield from child.named_parameters(item)
+
+
+def _broadcast(loss: Tensor) -> str:
+    """Describe a mean of all differences between n outputs of a network and n targets, "" if a loss is none."""
+    node = loss.grad_fn
+    while node and node.name().startswith(_OF_DIFFERENCES):
+        inner = {child for child, _ in node.next_functions if child}
+        node = inner.pop() if len(inner) == 1 else None
+    if not node or node.name() != "SubBackward0":
+        return ""
+    made = list(node._input_metadata[0].shape)
+    known = [(child, output) for child, output in node.next_functions if child]
+    if len(known) != 1 or len(made) != 2 or made[0] != made[1] or made[0] < 2:
+        return ""
+    child, output = known[0]
+    shape = list(child._input_metadata[output].shape)
+    is_meant = child.name().startswith(_EXPANDING)
+    if is_meant or shape not in (made[:1], [made[0], 1]):
+        return ""
+    return f"outputs of the shape {shape} minus targets are {made}, of which the loss is the mean or sum"
 
 
 def _shapes_of(network: nn.Module) -> list[torch.Size]:
@@ -439,6 +473,7 @@ def _outside(facts: Facts) -> Findings:
         if names:
             seen = f"{name_some(names)}: a gradient at each step, but in no optimizer"
             rule = "replaced-after-optimizer" if common(steps, "without") else "not-in-optimizer"
+            rule = "layers-in-a-list" if "[" in names[0] else rule
             where = steps[0].outside[names[0]]
             yield facts.finding(rule, seen, where, steps[0].made)
 
