@@ -29,6 +29,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.modules import module as hooks
 
 from ..launch import detection
 from ..launch.process_tree import child_processes
@@ -317,6 +318,7 @@ def _run_as_main(script: Script) -> None:
     """Run a file as `python FILE` does, or a module as `python -m MODULE` does."""
     sys.argv = [script.path, *script.arguments]
     warnings.resetwarnings()
+    hooks._has_any_global_hook = lambda: False  # of an observer: torch.compile would warn of it
     if script.is_module:
         sys.path[0] = script.home
         runpy.run_module(script.path, run_name="__main__", alter_sys=True)

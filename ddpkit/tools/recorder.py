@@ -6,6 +6,7 @@ import functools
 import inspect
 import json
 import os
+import sys
 import threading
 import traceback
 import zlib
@@ -130,13 +131,18 @@ def replace(owner: Any, name: str, make: Callable[[Function], Function]) -> None
     """Put a function in the place of another.
 
     Args:
-        owner: The module or class that has it.
+        owner: The module or class that has it; so does the module that defines it, by which it is pickled.
         name: Its name; nothing happens where there is none of that name.
         make: Makes the new function from the former one.
     """
     original = getattr(owner, name, None)
-    if original is not None:
-        setattr(owner, name, functools.wraps(original)(make(original)))
+    if original is None:
+        return
+    new = functools.wraps(original)(make(original))
+    setattr(owner, name, new)
+    home = sys.modules.get(getattr(original, "__module__", ""))
+    if getattr(home, name, None) is original:
+        setattr(home, name, new)
 
 
 def before(owner: Any, name: str, look: Function) -> None:

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.join import Join
 
 from ...collectives import ops
@@ -90,9 +89,6 @@ class Collectives:
             before(dist, name, self._note_sent)
         for name in _COLLECTIVES:
             replace(dist, name, self._observed)
-        for name in (*_POINT_TO_POINT, *_COLLECTIVES):
-            if hasattr(dist, name):
-                setattr(distributed_c10d, name, getattr(dist, name))  # which P2POp compares
 
     def _note_mean(self, value: Any, op: str, weight: Any, check: bool, peers: Peers | None) -> None:
         """Tell a mean of ddpkit without weight, which sends no tensor that shows it."""

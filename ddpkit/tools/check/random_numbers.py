@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from ..recorder import Function, before, current, guarded, replace
 from .facts import Facts, Findings, agree, by_fields, first_of, listed
@@ -23,7 +24,7 @@ _CHILDREN = 32  # of an object that are searched for generators
 _LINES = 8  # of drawing that are kept
 _GIVEN = "a generator"  # that the script hands to a function
 _SEEDING = (
-    (torch, "manual_seed", "torch"), (torch, "set_rng_state", "torch"), (torch.random, "set_rng_state", "torch"),
+    (torch, "manual_seed", "torch"), (torch, "set_rng_state", "torch"),
     (np.random, "seed", "numpy"), (np.random, "set_state", "numpy"), (np.random, "shuffle", "shuffle"),
     (np.random, "permutation", "shuffle"),
     (random, "seed", "random"), (random, "setstate", "random"), (random, "shuffle", "shuffle"),
@@ -128,7 +129,7 @@ class Tracer:
             self.found.drawn.append(draw)
 
     def _look(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if not is_own(frame.f_code.co_filename):
+        if not is_own(frame.f_code.co_filename) or get_eval_frame_callback() is not None:  # torch compiles
             return None
         self._compare()
         self._place = place_of(frame)

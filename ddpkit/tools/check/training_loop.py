@@ -69,9 +69,8 @@ class TrainingLoop:
         before(nn.Module, "zero_grad", self._zero_module)
         for name in ("backward", "grad"):
             before(torch.autograd, name, self._backward)
-        for owner in (nn.utils, nn.utils.clip_grad):
-            replace(owner, "clip_grad_norm_", self._clipping)
-            replace(owner, "clip_grad_value_", self._clipping)
+        replace(nn.utils, "clip_grad_norm_", self._clipping)
+        replace(nn.utils, "clip_grad_value_", self._clipping)
         before(torch.amp.GradScaler, "scale", self._scaled)
         before(torch.amp.GradScaler, "unscale_", self._unscale)
         before(torch.amp.GradScaler, "update", self._updated)

@@ -186,9 +186,8 @@ class Training:
         """Begin."""
         for name in ("backward", "grad"):
             before(torch.autograd, name, self._backward)
-        for owner in (nn.utils, nn.utils.clip_grad):
-            before(owner, "clip_grad_norm_", self._clip)
-            before(owner, "clip_grad_value_", self._clip)
+        before(nn.utils, "clip_grad_norm_", self._clip)
+        before(nn.utils, "clip_grad_value_", self._clip)
         before(torch.autocast, "__enter__", self._cast)
         register_module_forward_pre_hook(guarded(self._begin))
         register_optimizer_step_pre_hook(self._begins)
