@@ -17,7 +17,7 @@ from ..cli import announce
 from ..ranks import Rank, Ranks
 from ..recorder import Record
 from . import observed
-from .observed import Collective, End, Epoch, Join, Optimized, Sent, Step
+from .observed import Collective, End, Epoch, EpochEnd, Join, Optimized, Sent, Step
 from .source import Place, Stack
 
 _TABLE = Path(__file__).with_name("rules.json")
@@ -274,14 +274,16 @@ class Order:
     """Holds the collectives of each group, and finds the first that ranks do not enter alike.
 
     Attributes:
+        ranks: The numbers of the ranks.
         parted: That collective, once it is found.
         ends: How the ranks have ended that have.
     """
 
     def __init__(self, ranks: list[int]) -> None:
-        self._ranks = ranks
+        self.ranks = ranks
         self._entered: dict[tuple[str, int], list[Collective]] = {}
         self._stepping: set[int] = set()
+        self._cuts: Counter[int] = Counter()  # epochs of each rank that were cut
         self._has_join = False
         self.parted: Parting | None = None
         self.ends: dict[int, End] = {}
@@ -293,6 +295,8 @@ class Order:
             self.ends.setdefault(rank, seen)
         elif isinstance(seen, Step):
             self._stepping.add(rank)
+        elif isinstance(seen, EpochEnd):
+            self._cuts[rank] += seen.cut
         elif isinstance(seen, Join):
             self._has_join = True
         if self._has_join:  # ranks that have ended shadow the others' collectives
@@ -304,11 +308,15 @@ class Order:
 
     def _compare(self, rank: int, seen: Collective) -> None:
         own = self._of(rank, seen.group)
-        for other in self._ranks:
+        for other in self.ranks:
             theirs = self._of(other, seen.group)[len(own) :]
-            if theirs and _signature(theirs[0]) != _signature(seen):
+            if theirs and _signature(theirs[0]) != _signature(seen) and self.are_cut_alike(rank, other):
                 self.parted = self.parted or Parting((rank, other), (seen, theirs[0]), "")
         own.append(seen)
+
+    def are_cut_alike(self, *ranks: int) -> bool:
+        """Return whether ranks have had equally many epochs cut, or should: few are where no step is made."""
+        return self._stepping.issuperset(ranks) or all_equal([self._cuts[rank] for rank in ranks])
 
     def _of(self, rank: int, group: str = "0") -> list[Collective]:
         """Return the collectives of a group that a rank has entered."""
@@ -320,10 +328,10 @@ class Order:
             if end.has_failed:  # of which the others know nothing
                 continue
             count = len(self._of(ended))
-            others = self._stepping if end.reason == "steps" else self._ranks  # it was stopped here, others help it
+            others = self._stepping if end.reason == "steps" else self.ranks  # it was stopped here, others help it
             for rank in others:
                 more = self._of(rank)[count:]
-                if more:
+                if more and self.are_cut_alike(rank, ended):
                     reason = end.reason or SCRIPT_END
                     self.parted = self.parted or Parting((rank, ended), (more[0], None), reason)
 
@@ -419,7 +427,9 @@ class Watch:
         return [rank for rank in self._ranks.all if rank.number not in self._ends]
 
     def _waits_for_helpers(self) -> bool:
-        """Return whether all ranks that make steps have made enough, and others help them which make none."""
+        """Return whether all ranks that make steps were cut or have made enough, and others go on which make none."""
+        if not self._order.are_cut_alike(*self._order.ranks):
+            return True
         are_done = [end.reason == "steps" for end in self._ends.values()]
         return any(are_done) and all(are_done) and not any(map(_steps, self._running()))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,10 +42,12 @@ class Ending:
         control: A descriptor that becomes readable when the process shall end.
         has_loader: Whether the script trains from a loader, which can be cut short.
         accumulates: Whether there was a backward pass since the last step.
+        optimizers: Of this rank; one that has none is taken to step with each batch, as those that it helps.
     """
 
     steps: int
     control: int
+    optimizers: Collection[Any] = ()
     has_loader: bool = False
     accumulates: bool = False
     _begun_at: int = 0
@@ -67,8 +69,8 @@ class Ending:
             batches: What the loader has yielded in this epoch.
             planned: What it yields in all, 0 if that is not known.
         """
-        made = current().step - self._begun_at
-        if self.accumulates or made < self.steps:
+        made = current().step - self._begun_at if self.optimizers else batches
+        if (self.accumulates and self.optimizers) or made < self.steps:
             return False
         may_leave_some = batches < planned <= 2 * batches and planned % (batches // made or 1)
         self._is_uncut = bool(may_leave_some) or not awaits_stop_iteration()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import chain, islice, pairwise, takewhile
 
 from .facts import Facts, Finding, Findings, Lines, agree, all_equal, by_fields, first_of
-from .observed import Batch, Epoch, EpochEnd, EpochSet, Optimized, Step
+from .observed import Batch, Epoch, EpochEnd, EpochSet, Optimized, Step, Trains
 from .random_numbers import seeding
 
 _COMPARED = 3  # batches or steps that must be equal on all ranks, if there are as many
@@ -28,7 +28,7 @@ def _of_loaders(facts: Facts) -> Findings:
 def _examine(facts: Facts, row: list[Epoch]) -> Findings:
     """Look at one epoch of one loader."""
     epoch = row[0]
-    trains = epoch.loader in facts.training
+    trains = any(seen.loader == epoch.loader for seen, *_ in facts.rows(Trains, "loader"))  # on all ranks
     contents = []  # what each rank's batches held, as hashes
     for batches in facts.of(Batch).values():
         own = [batch for batch in batches if batch[:2] == epoch[:2]]

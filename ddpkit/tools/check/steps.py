@@ -180,6 +180,7 @@ class Steps:
 
     def install(self) -> None:
         """Begin."""
+        self.ending.optimizers = self.loop.optimizers
         self.modules.on_call = guarded(self._note_buffers)
         for kind in (lr_scheduler.LRScheduler, lr_scheduler.SequentialLR, lr_scheduler.ChainedScheduler):
             after(kind, "__init__", lambda made: self._schedules.append((made, stack())))
