@@ -22,7 +22,7 @@ from ..parsing import encode
 from ..rendezvous.generation import Generation
 from ..rendezvous.members import Member, Members
 from ..rendezvous.sockets import connect
-from ..rendezvous.store import connect_to_store, wait_for_listener
+from ..rendezvous.store import connect_to_store
 from ..watch.messages import STACK_SIGNAL, STACKS, Activity, fold, parse, short_path
 from .cli import count, positive_seconds, show
 
@@ -82,7 +82,10 @@ def ask(address: str, port: int, seconds: float) -> Answer:
 
 def _find_members(address: str, port: int) -> tuple[Members, list[Member]]:
     """Read in the store who the ranks of the job are that meets there now, and which process each is."""
-    wait_for_listener(address, port, time.monotonic())
+    try:
+        connect(address, port, _STORE_SECONDS).close()  # torch's own client would wait, and log C++ stacks
+    except OSError as error:
+        raise LaunchError(f"Nobody answers at {address}:{port} ({error}). Is rank 0 running there?") from None
     store = connect_to_store(address, port, timedelta(seconds=_STORE_SECONDS))
     generation = Generation.latest(store)
     if generation is None:
@@ -189,7 +192,7 @@ def jobs_here(processes: Path = Path("/proc")) -> dict[tuple[str, int], str]:
     for folder in sorted(processes.glob("[0-9]*"), key=lambda folder: int(folder.name)):
         with suppress(OSError, LaunchError):  # another user's; ended; hints that contradict each other
             env = environment_of(int(folder.name), processes)
-            if "MASTER_PORT" not in env:
+            if "MASTER_PORT" not in env or "python" not in os.readlink(folder / "exe"):  # `timeout`, which starts it
                 continue
             launch = detect_launch(env)
             if launch.world_size > 1 and launch.master_addr and launch.master_port:

@@ -307,6 +307,31 @@ def test_the_report_is_readable_and_names_line_evidence_and_fix(tmp_path: Path) 
     assert len(ended.output.splitlines()) < 24 and "\033" not in ended.output
 
 
+def test_the_report_of_a_script_that_fails_says_no_more_than_that(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("1 / 0\n")
+    (ended,) = run(begin, [{"OMP_NUM_THREADS": "1"}], [str(tmp_path / "bad.py")], str(tmp_path), timeout=LATE)
+    assert ended.code == 2 and "bad.py, 0 optimizer steps\n" in ended.output
+    assert "nothing found" not in ended.output
+
+
+WEIGHTED = """
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(64, 3))
+for (x,) in DataLoader(data, 4, sampler=WeightedRandomSampler(torch.rand(64), 64)):
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_who_draws_by_weights_is_not_told_to_draw_without(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN[: TRAIN.index("for ")] + WEIGHTED)
+    _, report = check(tmp_path / "train.py", tmp_path)
+    (finding,) = report["findings"]
+    assert finding["kind"] == "same-samples" and "seed + rank" in finding["fix"], report
+
+
 def test_under_a_launcher_it_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name, value in platform_env(0, 2, 1).items():
         monkeypatch.setenv(name, value)

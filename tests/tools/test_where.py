@@ -186,7 +186,7 @@ def test_stacks_of_loader_workers_and_of_a_rank_that_holds_the_interpreter_are_s
 
 def test_where_there_is_no_job_to_ask_the_reason_is_said(tmp_path: Path) -> None:
     port = free_port()
-    with pytest.raises(LaunchError, match="Nobody answers"):
+    with pytest.raises(LaunchError, match=f"Nobody answers at 127.0.0.1:{port}"):
         ask("127.0.0.1", port, 1.0)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(LaunchError, match="No job has joined"):
@@ -377,6 +377,11 @@ def test_jobs_are_found_by_the_environments_of_their_ranks(
         (tmp_path / pid).mkdir()
         (tmp_path / pid / "environ").write_text(env)
         (tmp_path / pid / "cmdline").write_text("python\0-u\0/home/me/train.py\0--lr=1\0")
+        (tmp_path / pid / "exe").symlink_to("/usr/bin/python3.11")
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "environ").write_text("RANK=0\0WORLD_SIZE=2\0MASTER_ADDR=10.0.0.3\0MASTER_PORT=29500\0")
+    (tmp_path / "0" / "cmdline").write_text("timeout\0-v\0python\0/home/me/train.py\0")
+    (tmp_path / "0" / "exe").symlink_to("/usr/bin/timeout")
     (tmp_path / "6").mkdir()
     assert jobs_here(tmp_path) == {("10.0.0.1", 29500): "train.py, pid 1"}
     (tmp_path / "3" / "environ").write_text("RANK=0\0WORLD_SIZE=2\0MASTER_ADDR=10.0.0.2\0MASTER_PORT=29500\0")

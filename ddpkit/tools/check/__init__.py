@@ -38,10 +38,12 @@ _MARGIN = " " * 12
 
 def render(script: str, outcome: Outcome, findings: list[Finding]) -> str:
     """Write the report for a terminal, coloured where that is wanted."""
-    world = "no process group" if outcome.steps else ""
+    parts = [script, count(outcome.steps, "optimizer step")]
     if outcome.facts.is_distributed:
-        world = count(outcome.facts.world_size, "rank")
-    title = f"ddpkit check: {script}, {world}, {count(outcome.steps, 'optimizer step')}"
+        parts.insert(1, count(outcome.facts.world_size, "rank"))
+    elif outcome.steps:
+        parts.insert(1, "no process group")
+    title = f"ddpkit check: {', '.join(parts)}"
     lines = [paint(title, "bold"), ""]
     for finding in findings:
         lines += _lines_of(finding)
@@ -51,7 +53,8 @@ def render(script: str, outcome: Outcome, findings: list[Finding]) -> str:
         lines += [""]
     if outcome.unobserved:
         lines += [f"not observed, because of an error in the checker: {', '.join(outcome.unobserved)}", ""]
-    lines.append(_tally(findings))
+    if findings or not outcome.trouble:
+        lines.append(_tally(findings))
     return "\n".join(lines)
 
 

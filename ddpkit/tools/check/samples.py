@@ -52,9 +52,9 @@ def _same(facts: Facts, row: list[Epoch], contents: list[list[int]]) -> Findings
         return
     seeds = seeding(facts, "random", "numpy", "torch")
     evidence = f"the first {equal} batches are the same on {facts.who}"
-    if epoch.lines:
+    if epoch.lines or "Subset" in epoch.sampler:
         yield facts.finding("same-by-sampler", evidence, epoch.lines, epoch.sampler_made, epoch.made, seeds)
-    elif not epoch.iterable and not agree(row, "plan"):  # then the dataset draws the samples
+    elif epoch.replaces or not (epoch.iterable or agree(row, "plan")):  # the sampler or the dataset draws
         yield facts.finding("same-by-seed", evidence, seeds, epoch.sampler_made, epoch.made)
     else:
         yield facts.finding("same-by-loader", evidence, epoch.made, epoch.sampler_made)

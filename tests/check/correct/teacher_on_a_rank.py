@@ -13,7 +13,7 @@ data = TensorDataset(torch.randn(96, 8))
 net = nn.Linear(8, 3)
 if rank != teacher:
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-for epoch in range(3):
+for _epoch in range(3):
     for number, (x,) in enumerate(DataLoader(data, batch_size=4)):
         answers = torch.zeros(4, 3)
         if rank == teacher:
