@@ -127,11 +127,13 @@ def test_an_optimizer_may_call_others_in_its_step(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_written_in_place_is_found_by_killing_its_writer(tmp_path: Path) -> None:
-    flags = ("-n", "2", "--only", "1", "--kinds", "kill-all", "--seed", "8")
-    code, report = rehearse_bug("halves", tmp_path, *flags)
-    (trial,) = report["trials"]
+    words = ["--json", "-n", "2", str(SCRIPT), "in-place", "{folder}"]
+    (ended,) = run(kill_rank_0_before, [{}], "write last.pt", words, str(tmp_path), timeout=LATE)
+    (trial,) = report_of(ended.output)["trials"]
     assert trial["starts"][0]["event"] == "write last.pt", trial
-    assert code == 1 and "started again on 2 ranks, it failed: rank 0 exited with code 1" in trial["wrong"][0], trial
+    assert ended.code == 1 and "started again on 2 ranks, it failed: rank 0 exited with code 1" in trial["wrong"][0], (
+        trial
+    )
 
 
 @pytest.mark.storm
@@ -255,6 +257,40 @@ for attempt in ddpkit.survive(net, optimizer):
     (start,) = trial["starts"]
     assert code == 0 and start["is_disturbed"], output
     assert sorted(start["ends"].values())[-1] == "was killed by SIGKILL" and start["steps"][-1][-1] == 40
+
+
+CHECKPOINTED = """
+import sys
+import torch
+import ddpkit
+
+with ddpkit.distributed() as context:
+    ddpkit.seed_everything(0)
+    net = torch.nn.Linear(2, 1).double()
+    optimizer = torch.optim.Adam(net.parameters())
+    model = ddpkit.wrap_model(net)
+    checkpoints = ddpkit.Checkpointer("saved")
+    saved = checkpoints.load_latest(model=net, optimizer=optimizer)
+    for step in range(saved["step"] + 1 if saved else 1, 61):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        model(torch.randn(4, 2).double()).square().mean().backward()
+        optimizer.step()
+        if step % 5 == 0:
+            checkpoints.save(step, model=net, optimizer=optimizer, wait=bool(sys.argv[1:]))
+"""
+
+
+@pytest.mark.storm
+@pytest.mark.parametrize("waits", [[], ["--wait"]])
+def test_a_rank_that_is_killed_while_a_checkpointer_writes_loses_that_checkpoint_alone(
+    waits: list[str], tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(CHECKPOINTED)
+    code, output = rehearse(tmp_path, "--json", "--trials", "6", "--kinds", "kill,kill-all", str(script), *waits)
+    starts = [start for trial in report_of(output)["trials"] for start in trial["starts"]]
+    assert code == 0 and any(start["event"].startswith("write ") for start in starts), output
 
 
 @pytest.mark.storm

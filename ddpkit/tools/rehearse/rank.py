@@ -5,11 +5,13 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import random
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ KINDS = {  # and what is said of it
     "terminate": "rank {rank} got SIGTERM",
     "terminate-all": "all ranks got SIGTERM",
 }
+WRITE = "write "  # before the name of a file that is written anew
 Note = Callable[[str], None]  # takes what happens: a "step", "write last.pt"
 
 
@@ -52,6 +55,7 @@ class Disturbance:
 
 _ELEMENTS = 256  # of all weights of an optimizer that are recorded after a step, and at least one of each tensor
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+_ANEW = os.O_TRUNC | os.O_EXCL
 _CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")
 _KILLED = 60.0  # seconds in which a process is killed by its parent
 
@@ -75,7 +79,7 @@ def be_rank(
     if is_inside:
         os.chdir(folder)
     use_gloo_without_gpus()
-    note = count_events(recorder, disturbance)
+    note = count_events(recorder, disturbance, folder)
     observe_changes(folder, note)
     observe_steps(recorder, note)
     note("start")
@@ -94,14 +98,19 @@ def _leave() -> None:
     sys.stderr.flush()
 
 
-def count_events(recorder: Recorder, disturbance: Disturbance | None) -> Note:
-    """Return a function that records an event of this rank, and lets the disturbance happen at its own."""
+def count_events(recorder: Recorder, disturbance: Disturbance | None, folder: Path) -> Note:
+    """Return a function that records an event of this rank, and lets the disturbance happen at its own.
+
+    Who is killed when it is about to write a file anew leaves a part of that, as if it had begun.
+    """
     numbers = itertools.count()
     rank = int(os.environ["RANK"])
 
     def disturb(kind: str, what: str, delay: float) -> None:
         """Send this process its signal; the parent sends those to all ranks."""
         time.sleep(delay)
+        if kind.startswith("kill") and what.startswith(WRITE):
+            cut(folder / what.removeprefix(WRITE), random.Random(str(disturbance)).random())
         recorder.tell("disturbed", what=what)
         if not kind.endswith("-all"):
             os.kill(os.getpid(), signal_of(kind))
@@ -124,6 +133,13 @@ def count_events(recorder: Recorder, disturbance: Disturbance | None) -> Note:
     return note
 
 
+def cut(file: Path, share: float) -> None:
+    """Leave a share of a file's bytes; an empty file where there is none."""
+    with suppress(OSError):
+        file.touch()
+        os.truncate(file, int(share * file.stat().st_size))
+
+
 def signal_of(kind: str) -> signal.Signals:
     """Return the signal that ranks get by a kind of disturbance."""
     return signal.SIGKILL if kind.startswith("kill") else signal.SIGTERM
@@ -136,20 +152,22 @@ def observe_changes(folder: Path, note: Note) -> None:
     def changes(verb: str, path: Any) -> None:
         full = os.path.abspath(os.fsdecode(path)) if isinstance(path, str | bytes | os.PathLike) else ""
         if full.startswith(start):
-            note(f"{verb} {full.removeprefix(start)}")
+            note(f"{verb}{full.removeprefix(start)}")
 
     def audit(event: str, args: tuple[Any, ...]) -> None:
         if event in _CHANGES:
-            changes(event.removeprefix("os."), args[0])
+            changes(f"{event.removeprefix('os.')} ", args[0])
         elif event == "open":
-            path, mode, flags = args
-            writes = any(letter in mode for letter in "wax+") if mode else (flags or 0) & _WRITING
-            if writes:
-                changes("write", path)
+            path, _, flags = args
+            flags = flags or 0
+            if flags & _ANEW:
+                changes(WRITE, path)
+            elif flags & _WRITING:
+                changes("change ", path)
 
     def noting(save: Callable[..., None]) -> Callable[..., None]:
         def call(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-            changes("write", f)
+            changes(WRITE, f)
             save(obj, f, *args, **kwargs)
 
         return call
