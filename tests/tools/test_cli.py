@@ -135,6 +135,7 @@ def test_what_a_strangers_process_says_of_itself_is_escaped(
             env = f"RANK=0\0WORLD_SIZE=2\0MASTER_ADDR={CLEAR}{pid}\0MASTER_PORT=29500\0"
             (tmp_path / pid / "environ").write_text(env)
             (tmp_path / pid / "cmdline").write_bytes(f"{CLEAR}.py\0".encode() + b"\xff")
+            (tmp_path / pid / "exe").symlink_to(sys.executable)
         found = where.jobs_here(tmp_path)
         monkeypatch.setattr(where, "jobs_here", lambda: found)
         assert cli.main(["where"]) == 1

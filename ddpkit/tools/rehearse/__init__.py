@@ -62,7 +62,7 @@ def _describe(run: Run) -> str:
         return f"{text}; it ended before it was disturbed"
     text += f"; {KINDS[disturbance.kind].format(rank=disturbance.rank)}"
     if run.event:
-        moment = f" {disturbance.delay:.2f} s after" if disturbance.delay else " before"
+        moment = f" {disturbance.delay:.2f} s after" if disturbance.delay else " at"
         text += f"{moment} '{run.event}'"
     return f"{text}; all had ended {run.waited:.1f} s later"
 
