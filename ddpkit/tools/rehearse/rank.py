@@ -32,7 +32,6 @@ KINDS = {  # and what is said of it
     "terminate": "rank {rank} got SIGTERM",
     "terminate-all": "all ranks got SIGTERM",
 }
-WRITE = "write "  # before the name of a file that is written anew
 Note = Callable[[str], None]  # takes what happens: a "step", "write last.pt"
 
 
@@ -109,8 +108,9 @@ def count_events(recorder: Recorder, disturbance: Disturbance | None, folder: Pa
     def disturb(kind: str, what: str, delay: float) -> None:
         """Send this process its signal; the parent sends those to all ranks."""
         time.sleep(delay)
-        if kind.startswith("kill") and what.startswith(WRITE):
-            cut(folder / what.removeprefix(WRITE), random.Random(str(disturbance)).random())
+        verb, _, name = what.partition(" ")
+        if kind.startswith("kill") and verb == "write":
+            cut(folder / name, random.Random(str(disturbance)).random())
         recorder.tell("disturbed", what=what)
         if not kind.endswith("-all"):
             os.kill(os.getpid(), signal_of(kind))
@@ -152,22 +152,19 @@ def observe_changes(folder: Path, note: Note) -> None:
     def changes(verb: str, path: Any) -> None:
         full = os.path.abspath(os.fsdecode(path)) if isinstance(path, str | bytes | os.PathLike) else ""
         if full.startswith(start):
-            note(f"{verb}{full.removeprefix(start)}")
+            note(f"{verb} {full.removeprefix(start)}")
 
     def audit(event: str, args: tuple[Any, ...]) -> None:
         if event in _CHANGES:
-            changes(f"{event.removeprefix('os.')} ", args[0])
+            changes(event.removeprefix("os."), args[0])
         elif event == "open":
             path, _, flags = args
-            flags = flags or 0
-            if flags & _ANEW:
-                changes(WRITE, path)
-            elif flags & _WRITING:
-                changes("change ", path)
+            if (flags or 0) & _WRITING:
+                changes("write" if flags & _ANEW else "open", path)
 
     def noting(save: Callable[..., None]) -> Callable[..., None]:
         def call(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-            changes(WRITE, f)
+            changes("write", f)
             save(obj, f, *args, **kwargs)
 
         return call

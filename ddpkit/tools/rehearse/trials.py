@@ -26,7 +26,7 @@ from ...collectives.tree import flat_bytes
 from ..cli import announce, count
 from ..ranks import Rank, Ranks, Script
 from ..recorder import Record
-from .rank import WRITE, Disturbance, be_rank, signal_of
+from .rank import Disturbance, be_rank, signal_of
 
 FOLDER = "{folder}"
 _POLL = 0.05  # seconds
@@ -198,7 +198,7 @@ def _draw(generator: random.Random, kind: str, events: RankEvents, at_change: bo
     between = [moment for moment in late if not _is_change(moment.event) and not _is_change(moment.following)]
     chosen = generator.choice((changes if at_change else between) or moments)
     delay = 0.0
-    if generator.random() < _LATE and not chosen.event["what"].startswith(WRITE):  # in which ranks are killed
+    if generator.random() < _LATE and not chosen.event["what"].startswith("write "):  # in which ranks are killed
         gap = chosen.following["time"] - chosen.event["time"]
         delay = generator.uniform(0, min(gap, _LONGEST))
     return Disturbance(kind, chosen.rank, chosen.number, delay)
