@@ -1041,4 +1041,4 @@ def test_wrong(parity):
 """,
     )
     assert outcomes == {"test_right": "PASSED", "test_wrong": "FAILED"}, text
-    assert "on 3 ranks" in text and "the loss is divided by the number of ranks" in text
+    assert "on 3 ranks" in text and "as if the loss were divided by the number of ranks" in text
