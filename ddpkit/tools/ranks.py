@@ -287,6 +287,9 @@ class Script:
     home: str = field(default_factory=os.getcwd)
 
 
+FOLDER = "{folder}"  # in an argument of the script: the folder of a run, where a tool makes several
+
+
 def add_script(parser: argparse.ArgumentParser, note: str) -> None:
     """Declare the flags of tools that run a script, and the script with its own arguments."""
     add = parser.add_argument

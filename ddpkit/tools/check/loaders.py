@@ -133,7 +133,8 @@ def role_of(made: Stack, dataset: Any) -> str:
     size = None
     with suppress(TypeError):  # a stream
         size = len(dataset)
-    return f"{next(iter(made), None)} {size}"
+    line = next(iter(made), None)
+    return f"loader of {(line, size)}"
 
 
 _OfLoaders = WeakKeyDictionary[Any, KnownLoader]

@@ -15,14 +15,13 @@ from ..check.facts import Facts, Watch, all_equal, joined
 from ..check.loaders import LONGEST
 from ..check.observed import End
 from ..cli import announce, checked_by, count, paint, positive, show, table, wrap
-from ..ranks import Ranks, Script, add_script, exit_when_terminated
+from ..ranks import FOLDER, Ranks, Script, add_script, exit_when_terminated
 from ..recorder import Record
 from .compare import WORDS, Comparison, Difference, UncomparableError, batches_in, compare_lines, rows_of
 from .inputs import count_by_source, pair_sources, read, read_ranks
 from .rank import Plan, be_rank, pair
 
 SCHEMA = 1  # of the JSON object; raised when a field changes its meaning or goes away
-FOLDER = "{folder}"
 _BAD_SCRIPT = 2
 
 

@@ -120,11 +120,11 @@ class Comparison:
                     tensor *= self._sure[name]
 
     def _compare(self, thing: str, step: Step) -> Difference | None:
-        first, process = step.events[0], step.events[-2]
-        settings = list(_differing(first.settings, process.settings))
-        if thing == "update" and settings:
+        first = step.events[0]
+        setting = next(_differing(first.settings, step.events[-2].settings), "") if thing == "update" else ""
+        if setting:
             line = "made" if step.number == 1 else "step"
-            return Difference(step.number, "settings", settings[0], "", next(iter(first.lines[line]), None))
+            return Difference(step.number, "settings", setting, "", next(iter(first.lines[line]), None))
         *ranks, one, again = [things[thing] for things in step.things]
         if not all(bool(tensor.isfinite().all()) for tensor in one.values()):
             raise UncomparableError(f"the {WORDS[thing]} of one process are not finite at step {step.number}")
@@ -170,17 +170,13 @@ class Comparison:
 
     def _explain_gradients(self, step: Step, ratio: float | None, is_part: bool) -> str:
         world_size = len(self.ranks)
-        if ratio is not None:
-            if is_part and abs(ratio * world_size - 1) < _CLOSE:
+        if ratio is not None and abs(ratio * world_size - 1) < _CLOSE:
+            if is_part:
                 return "as if only one rank's share reached them: a gather without gradients, or a part without DDP"
-            if abs(ratio * world_size - 1) < _CLOSE:
-                return "as if the loss were divided by the number of ranks, and their mean taken, too; or were a sum"
-            return (
-                "as if the ranks' gradients were added up, and no mean taken"
-                if abs(ratio - world_size) < _CLOSE
-                else ""
-            )
-        if step.number > 1 or not batches_in(self.ranks[0]):
+            return "as if the loss were divided by the number of ranks, and their mean taken, too; or were a sum"
+        if ratio is not None and abs(ratio - world_size) < _CLOSE:
+            return "as if the ranks' gradients were added up, and no mean taken"
+        if ratio is not None or step.number > 1 or not batches_in(self.ranks[0]):
             return ""
         names = list(step.things[0]["unclipped"])
         target = torch.stack([_flat(things["unclipped"], names) for things in step.things[:-2]]).mean(0)

@@ -258,7 +258,7 @@ class Inputs:
     def _enlarging(self, original: Function) -> Function:
         def call(loader: Any, dataset: Any, batch_size: Any = 1, *args: Any, **kwargs: Any) -> None:
             has_size = batch_size and "batch_sampler" not in kwargs
-            if has_size and self.served and _source_of(role_of(stack(), dataset)) in self.served.pairs:
+            if has_size and self.served and role_of(stack(), dataset) in self.served.pairs:
                 batch_size *= self.times
             original(loader, dataset, batch_size, *args, **kwargs)
 
@@ -281,7 +281,7 @@ class Inputs:
                 iterator.loop = self._loops[known.role]
                 self._loops[known.role] += 1
             if known and self.served:
-                source = self.served.pairs.get(_source_of(known.role), "")
+                source = self.served.pairs.get(known.role, "")
                 loop = self.served.loops.get(source, {}).get(iterator.loop)
             if loop is not None:
                 return self._serve(loop, iterator)
@@ -292,7 +292,7 @@ class Inputs:
                 self.is_fetching = False
             if known:
                 is_made = has_drawn or not iterator._auto_collation
-                seen = Batch(_source_of(known.role), iterator.loop, current().step, samples, is_made, _states())
+                seen = Batch(known.role, iterator.loop, current().step, samples, is_made, _states())
                 self._pending.append((known, iterator.loader, seen))
             return batch
 
@@ -326,10 +326,6 @@ class Inputs:
             return range(sum(batch.real for batch in given)), range(given[0].of_step)
 
         return call
-
-
-def _source_of(role: str) -> str:
-    return f"loader of {role}"
 
 
 def _states() -> tuple[bytes, ...]:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ..cli import checked_by, count, paint, positive, positive_seconds, show
-from ..ranks import add_script, exit_when_terminated
+from ..ranks import FOLDER, add_script, exit_when_terminated
 from .rank import KINDS
-from .trials import FOLDER, Difference, Rehearsal, Run, Trial, UnfitScriptError
+from .trials import Difference, Rehearsal, Run, Trial, UnfitScriptError
 
 # Print how the trials went, for people or as JSON.
 

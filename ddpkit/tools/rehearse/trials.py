@@ -24,11 +24,10 @@ from torch import Tensor
 
 from ...collectives.tree import flat_bytes
 from ..cli import announce, count
-from ..ranks import Rank, Ranks, Script
+from ..ranks import FOLDER, Rank, Ranks, Script
 from ..recorder import Record
 from .rank import Disturbance, be_rank, signal_of
 
-FOLDER = "{folder}"
 _POLL = 0.05  # seconds
 RankEvents = dict[int, list[Record]]  # of an undisturbed run, by rank
 
