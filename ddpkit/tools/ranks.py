@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import faulthandler
-import functools
 import json
 import os
 import random
@@ -23,12 +22,9 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.nn.modules import module as hooks
 
 from ..launch import detection
@@ -267,8 +263,6 @@ def _kill_orphans(others: set[int]) -> None:
 
 # Run a script as the main program of a rank's process.
 
-_kept: list[Any] = []  # process groups, whose destructors may hang
-
 
 @dataclass
 class Script:
@@ -350,30 +344,3 @@ def _exit_code(end: SystemExit) -> int:
         return 0
     print(end.code, file=sys.stderr)
     return 1
-
-
-def use_gloo_without_gpus() -> None:
-    """Let a script that asks for NCCL have gloo where there is no GPU, and its ranks meet where it says."""
-    original = dist.init_process_group
-    given = os.environ.get("MASTER_PORT")
-
-    @functools.wraps(original)
-    def join(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-        if not torch.cuda.is_available():
-            backend = None if backend is None else "gloo"
-            kwargs.pop("device_id", None)
-        method = kwargs.get("init_method") or next(iter(args), None)
-        if os.environ.get("MASTER_PORT") != given or _names_another_port(method):  # nobody serves a store there yet
-            os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-        original(backend, *args, **kwargs)
-        _kept.append(dist.group.WORLD)
-
-    dist.init_process_group = join
-    dist.distributed_c10d.init_process_group = join
-
-
-def _names_another_port(method: Any) -> bool:
-    """Return whether ranks are told to meet at an address of their own."""
-    if not isinstance(method, str) or not method.startswith("tcp://"):
-        return False
-    return str(urlsplit(method).port) != os.environ.get("MASTER_PORT")

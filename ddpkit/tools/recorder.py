@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.jit import _builtins as builtins
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -131,7 +132,8 @@ def replace(owner: Any, name: str, make: Callable[[Function], Function]) -> None
     """Put a function in the place of another.
 
     Args:
-        owner: The module or class that has it; so does the module that defines it, by which it is pickled.
+        owner: The module or class that has it; so does the module that defines it, by which it is pickled, and
+            TorchScript, where it is an operator.
         name: Its name; nothing happens where there is none of that name.
         make: Makes the new function from the former one.
     """
@@ -143,6 +145,8 @@ def replace(owner: Any, name: str, make: Callable[[Function], Function]) -> None
     home = sys.modules.get(getattr(original, "__module__", ""))
     if getattr(home, name, None) is original:
         setattr(home, name, new)
+    if operator := builtins._find_builtin(original):  # type: ignore[no-untyped-call]
+        builtins._register_builtin(new, operator)
 
 
 def before(owner: Any, name: str, look: Function) -> None:

@@ -154,9 +154,9 @@ BAD = {
     "import sys\nsys.exit('no data')\n": "exited with code 1",
     "this is no Python\n": "SyntaxError",
     "raise ValueError('no such data')\n": "ValueError: no such data",
-    "import torch\ntorch.cuda.set_device(0)\n": "The script needs a GPU",
+    "import torch\ntorch.Generator('cuda')\n": "The script needs a GPU",
     "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n": "was killed by SIGKILL",
-    "import torch.multiprocessing as mp\ndef f(i): ...\nmp.spawn(f, nprocs=2)\n": "starts processes of its own",
+    "import torch.multiprocessing as mp\ndef f(i): ...\nmp.spawn(f, nprocs=2)\n": "without a step",
     "import multiprocessing as mp, torch.distributed as dist\n"
     "p = mp.Process(target=dist.init_process_group, args=('gloo',))\n"
     "p.start()\np.join()\n": "starts processes of its own",

@@ -11,19 +11,20 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ... import LaunchError, detect_launch
 from ..cli import columns, count, paint, show, wrap
-from ..ranks import Ranks, Script, add_script, describe, exit_when_terminated, run_script, use_gloo_without_gpus
+from ..cuda import ON_THE_CPU
+from ..joining import join_here
+from ..ranks import Ranks, Script, add_script, describe, exit_when_terminated, run_script
 from ..recorder import Recorder, before, current
 from . import collectives, gradients, random_numbers, samples, training_loop
 from .collectives import Collectives
 from .facts import Facts, Finding, Outcome, Watch
 from .loaders import LONGEST, Ending, Samples
 from .modules import Modules
-from .observed import End, tell
+from .observed import Cuda, End, tell
 from .random_numbers import Windows
 from .source import raised_at
 from .steps import Losses, Steps
@@ -43,6 +44,8 @@ def render(script: str, outcome: Outcome, findings: list[Finding]) -> str:
         parts.insert(1, count(outcome.facts.world_size, "rank"))
     elif outcome.steps:
         parts.insert(1, "no process group")
+    if outcome.facts.all(Cuda):
+        parts.insert(-1, ON_THE_CPU)
     title = f"ddpkit check: {', '.join(parts)}"
     lines = [paint(title, "bold"), ""]
     for finding in findings:
@@ -237,6 +240,5 @@ def observe(ending: Ending) -> tuple[Samples, TrainingLoop]:
             tell(End(reason="forks"))
 
     before(dist, "init_process_group", join)
-    use_gloo_without_gpus()
-    before(torch.multiprocessing, "spawn", lambda: ending.wait("spawns"))
+    join_here()
     return samples, loop

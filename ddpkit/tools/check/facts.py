@@ -344,7 +344,7 @@ def _signature(seen: Collective) -> tuple[object, ...]:
 
 # Follow the ranks.
 
-_NO_GPU = "_cuda_|compiled with CUDA|No CUDA GPUs|no NVIDIA driver|a CUDA device|no accelerator|none is available"
+_NO_GPU = "(?i)cuda|gpu|nvidia|accelerator"  # in an exception that a script raises before its first step
 _POLL = 0.1  # seconds
 _NEWS = 10.0  # seconds between two lines on stderr
 _AFTER_PARTING = 1.0  # seconds in which the ranks may say more, once they have parted
@@ -402,7 +402,7 @@ class Watch:
                     self._ends.setdefault(rank.number, End(died=rank.ended))
             if self._order.parted:
                 last = min(last, now + _AFTER_PARTING)
-            if any(end.has_failed or end.starts_ranks for end in self._ends.values()):
+            if any(end.has_failed or end.reason == "forks" for end in self._ends.values()):
                 last = min(last, now + _AFTER_FAILURE)
             if now > announced + _NEWS:
                 announced = now
@@ -444,12 +444,14 @@ class Watch:
 
     def _describe_trouble(self, hanging: bool, steps: int) -> tuple[str, list[str]]:
         for number, end in self._ends.items():
-            if end.starts_ranks:
+            if end.reason == "forks":
                 return "the script starts processes of its own: check the function that they run, as one rank", []
             if end.has_failed:
                 trouble = f"rank {number} {_say_how(end, steps)}"
-                if re.search(_NO_GPU, end.error):
-                    trouble += ". The script needs a GPU: set it to the CPU, or check it with `--device cuda`"
+                if not steps and re.search(_NO_GPU, end.error):
+                    trouble += (
+                        ". The script needs a GPU: try `--device cuda`, with which the CPU stands for missing ones"
+                    )
                 return trouble, self._ranks.all[number].tail()
         if hanging and not self._order.parted and not self._waits_for_helpers():
             return self._describe_hanging()

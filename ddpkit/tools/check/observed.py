@@ -59,7 +59,7 @@ class End(NamedTuple):
     code: int = 0  # the exit code
     error: str = ""  # the exception that the script has raised, "" if none
     where: Sequence[Place] = ()  # the lines that led to it
-    reason: str = ""  # "steps" if the rank has made enough, "spawns" or "forks" if it starts ranks itself
+    reason: str = ""  # "steps" if the rank has made enough, "forks" if a process that it has forked is a rank
     died: str = ""  # how the process was lost, "" if it was not
 
     @property
@@ -67,10 +67,9 @@ class End(NamedTuple):
         """Return whether this was no orderly end."""
         return bool(self.error or self.code or self.died)
 
-    @property
-    def starts_ranks(self) -> bool:
-        """Return whether the script starts processes itself."""
-        return self.reason in ("spawns", "forks")
+
+class Cuda(NamedTuple):
+    """The script uses CUDA, for which the CPU stands; told once."""
 
 
 class Failure(NamedTuple):

@@ -13,8 +13,9 @@ from typing import Any
 
 from ..check.facts import Facts, Watch, all_equal, joined
 from ..check.loaders import LONGEST
-from ..check.observed import End
+from ..check.observed import Cuda, End
 from ..cli import announce, checked_by, count, paint, positive, show, table, wrap
+from ..cuda import ON_THE_CPU
 from ..ranks import FOLDER, Ranks, Script, add_script, exit_when_terminated
 from ..recorder import Record
 from .compare import WORDS, Comparison, Difference, UncomparableError, batches_in, compare_lines, rows_of
@@ -61,6 +62,7 @@ class Runs:
             return found, Comparison(ranks, [], self._run_alone)
         folders = [self._run(name, ranks=ranks, permuted=name == "again") / "0" for name in ("one", "again")]
         comparison = Comparison(ranks, folders, self._run_alone)
+        comparison.uses_cuda = bool(self._facts["ranks"].all(Cuda))
         comparison.is_cut = any(end.reason for end in self._facts["ranks"].all(End))
         found = comparison.find()
         told = [self._records[name] for name in ("ranks", "one", "again")]
@@ -165,7 +167,8 @@ class Runs:
 def render(args: argparse.Namespace, found: Difference | None, comparison: Comparison) -> str:
     """Write the report for a terminal."""
     title = f"ddpkit parity: {args.script} on {count(args.ranks, 'rank')} and {args.reference or 'itself'} on one"
-    lines = [paint(f"{title}, {count(comparison.steps, 'optimizer step')}", "bold"), ""]
+    parts = [title, *([ON_THE_CPU] if comparison.uses_cuda else []), count(comparison.steps, "optimizer step")]
+    lines = [paint(", ".join(parts), "bold"), ""]
     if found:
         where = f"  {found.where}" if found.where else ""
         lines.append(paint(f"different at step {found.step}: {WORDS.get(found.thing, found.thing)}{where}", "red"))

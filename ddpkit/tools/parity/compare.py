@@ -77,6 +77,7 @@ class Comparison:
         numbers: Of those that are printed, how many were compared.
         precision: Of the numbers by which the script computes.
         is_cut: Whether the script was ended after these steps.
+        uses_cuda: Whether it uses CUDA, for which the CPU stands.
     """
 
     ranks: list[Path]
@@ -87,6 +88,7 @@ class Comparison:
     numbers: int = 0
     precision: float = _FLOOR
     is_cut: bool = False
+    uses_cuda: bool = False
     _has_gradients: bool = False
     _sure: dict[str, Tensor] = field(default_factory=dict)  # elements, by parameter
 

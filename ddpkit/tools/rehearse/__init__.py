@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cli import checked_by, count, paint, positive, positive_seconds, show
+from ..cuda import ON_THE_CPU
 from ..ranks import FOLDER, add_script, exit_when_terminated
 from .rank import KINDS
 from .trials import Difference, Rehearsal, Run, Trial, UnfitScriptError
@@ -203,8 +204,9 @@ def _rehearse(args: argparse.Namespace, folder: Path) -> int:
     rehearsal = Rehearsal(args, folder)
     rehearsal.run_undisturbed()
     if not args.json:
-        ranks = ", ".join(map(str, args.ranks))
-        show(paint(f"ddpkit rehearse: {args.script} on {ranks} ranks, seed {args.seed}", "bold"))
+        title = f"ddpkit rehearse: {args.script} on {', '.join(map(str, args.ranks))} ranks"
+        parts = [title, *([ON_THE_CPU] if rehearsal.uses_cuda else []), f"seed {args.seed}"]
+        show(paint(", ".join(parts), "bold"))
         show(render_undisturbed(rehearsal))
     trials: list[Trial] = []
     for number in [args.only] if args.only else range(1, args.trials + 1):

@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..ranks import Script, describe, run_script, use_gloo_without_gpus
+from ..joining import join_here
+from ..ranks import Script, describe, run_script
 from ..recorder import Recorder, before, content, parameters_of, replace, whole
 
 KINDS = {  # and what is said of it
@@ -77,7 +78,7 @@ def be_rank(
     """
     if is_inside:
         os.chdir(folder)
-    use_gloo_without_gpus()
+    join_here()
     note = count_events(recorder, disturbance, folder)
     observe_changes(folder, note)
     observe_steps(recorder, note)

@@ -48,6 +48,7 @@ class Run:
         waited: Seconds from the disturbance, or from the first end if there was none, to the end of the last rank.
         hanging: The stacks of the ranks that did not end by themselves.
         output: The last lines of a rank that failed.
+        uses_cuda: Whether the script uses CUDA, for which the CPU stands.
         stretches: The first and the last of steps of the undisturbed run that it has made one after the other,
             counted from 1; None if they cannot be compared.
         first_difference: How the first unequal step differs, "" if all are equal.
@@ -64,6 +65,7 @@ class Run:
     waited: float = 0.0
     hanging: list[str] = field(default_factory=list)
     output: list[str] = field(default_factory=list)
+    uses_cuda: bool = False
     stretches: list[list[int]] | None = None
     first_difference: str = ""
 
@@ -139,6 +141,7 @@ def _describe(ranks: Ranks, run: Run) -> None:
     for rank in ranks.all:
         rank.read()
         run.events[rank.number] = _of_kind(rank, "event")
+        run.uses_cuda = run.uses_cuda or bool(_of_kind(rank, "cuda"))
         run.steps = max(run.steps, _of_kind(rank, "step"), key=len)
         errors = [record["error"] for record in _of_kind(rank, "end") if record["error"]]
         run.ends[rank.number] = ": ".join([f"{rank.ended}", *errors])
@@ -491,6 +494,7 @@ class Rehearsal:
         reference: The steps of the undisturbed run; None if two runs on as many ranks differ: nothing can be compared.
         excluded: Why runs on some numbers of ranks are not compared with others, by that number.
         length: The steps of the undisturbed run.
+        uses_cuda: Whether the script uses CUDA, for which the CPU stands.
     """
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
@@ -499,6 +503,7 @@ class Rehearsal:
         self.reference: Reference | None = None
         self.excluded: dict[int, str] = {}
         self.length = 0
+        self.uses_cuda = False
         self._events: dict[int, RankEvents] = {}  # of undisturbed runs, by their number of ranks
         self._usual = 0.0  # the greatest difference between the files of undisturbed runs
         self._varying: set[str] = set()  # numbers in these files that differ
@@ -512,6 +517,7 @@ class Rehearsal:
         first, *others = self._args.ranks
         run = self._run_whole(first, _WHOLE)
         self.length = len(run.steps)
+        self.uses_cuda = run.uses_cuda
         if self.length < 2:
             reason = "the script made fewer than two steps of a torch optimizer in the processes that were started"
             raise UnfitScriptError(reason, *run.output)

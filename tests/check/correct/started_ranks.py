@@ -1,0 +1,54 @@
+"""Start two processes, which become ranks when they run."""
+
+import os
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+
+def setup(rank, world_size):
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ["MASTER_PORT"] = "12355"
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+    dist.init_process_group("nccl")
+
+
+class Trainer:
+    def __init__(self, model, loader, rank):
+        self.rank = rank
+        self.model = DDP(model.to(rank), device_ids=[rank])
+        self.loader = loader
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+
+    def train(self, epochs):
+        for epoch in range(epochs):
+            self.loader.sampler.set_epoch(epoch)
+            for inputs, targets in self.loader:
+                loss = nn.functional.mse_loss(self.model(inputs.to(self.rank)), targets.to(self.rank))
+                self.optimizer.zero_grad()
+                loss.backward()
+                self.optimizer.step()
+
+
+def main(rank, world_size, epochs):
+    setup(rank, world_size)
+    torch.manual_seed(0)
+    dataset = TensorDataset(torch.randn(64, 4), torch.randn(64, 2))
+    sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank)
+    Trainer(nn.Linear(4, 2), DataLoader(dataset, batch_size=8, sampler=sampler), rank).train(epochs)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    mp.set_start_method("spawn")
+    processes = [mp.Process(target=main, args=(rank, 2, 2)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert all(process.exitcode == 0 for process in processes)
