@@ -193,6 +193,23 @@ def announce(step: str) -> None:
     show(f"{step} ...", on_stderr=True)
 
 
+def annotate(level: str, text: str, **properties: Any) -> None:
+    """Print an annotation for GitHub, on stderr, which it reads as well: a report on stdout stays as it is.
+
+    Args:
+        level: "error" or "warning".
+        text: What it says, in any number of lines.
+        properties: Its "title", and the "file" and "line" that it is shown at.
+    """
+    pairs = [f"{name}={_escape(str(value), ':,')}" for name, value in properties.items()]
+    show(f"::{level} {','.join(pairs)}::{_escape(text)}", on_stderr=True)
+
+
+def _escape(text: str, separators: str = "") -> str:
+    """Write what would end a part of an annotation as GitHub reads it."""
+    return re.sub(rf"[%\r\n{separators}]", lambda found: f"%{ord(found[0]):02X}", text)
+
+
 def positive(text: str) -> int:
     """Read a flag that is a positive number."""
     if not text.isdecimal() or int(text) == 0:

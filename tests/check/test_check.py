@@ -97,11 +97,6 @@ def test_a_common_bug_is_found_at_its_line_and_its_mended_twin_passes(name: str,
     assert (code, report["findings"], report["trouble"]) == (0, [], "")
 
 
-def test_what_is_only_suspicious_has_an_exit_code_of_its_own_where_it_shall_count(tmp_path: Path) -> None:
-    code, report = check(HERE / "wrong" / "divided_twice.py", tmp_path, "--strict")
-    assert (code, [finding["severity"] for finding in report["findings"]]) == (3, ["suspicious"])
-
-
 def test_on_two_ranks_a_half_that_is_multiplied_by_the_ranks_is_not_surely_divided_twice(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     own = "rows = model(torch.randn(5 + dist.get_rank(), 3))"

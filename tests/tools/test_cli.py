@@ -89,6 +89,12 @@ def test_a_text_for_people_keeps_the_tools_own_colours_alone(
     assert sys.stdout.read() == "gr\\xf6\\xdfer\n"
 
 
+def test_an_annotation_is_one_line_that_github_reads_as_it_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.annotate("error", "97%: a,\r\nb::c %0A", title="50%", file="a:b,c.py", line=3)
+    line = "::error title=50%25,file=a%3Ab%2Cc.py,line=3::97%25: a,%0D%0Ab::c %250A\n"
+    assert capsys.readouterr() == ("", line)
+
+
 def test_the_tools_print_through_one_function_or_json() -> None:
     found = []
     for file in Path(cli.__file__).parent.rglob("*.py"):

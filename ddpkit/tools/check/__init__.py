@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import argparse
 import json
+import linecache
 import os
 import sys
 from collections import Counter
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from ... import LaunchError, detect_launch
-from ..cli import columns, count, paint, show, wrap
+from ..cli import annotate, columns, count, paint, positive, show, wrap
 from ..cuda import ON_THE_CPU
 from ..joining import join_here
 from ..ranks import Ranks, Script, add_script, describe, exit_when_terminated, run_script
 from ..recorder import Recorder, before, current
 from . import collectives, gradients, random_numbers, samples, training_loop
 from .collectives import Collectives
-from .facts import Facts, Finding, Outcome, Watch
+from .facts import KINDS, Facts, Finding, Outcome, Watch
 from .loaders import LONGEST, Ending, Samples
 from .modules import Modules
 from .observed import Cuda, End, tell
 from .random_numbers import Windows
-from .source import raised_at
+from .source import accepted_in, raised_at
 from .steps import Losses, Steps
 from .training_loop import TrainingLoop
 
@@ -37,8 +39,8 @@ _COLOURS = {"wrong": "red", "suspicious": "yellow"}  # of severities, the worst 
 _MARGIN = " " * 12
 
 
-def render(script: str, outcome: Outcome, findings: list[Finding]) -> str:
-    """Write the report for a terminal, coloured where that is wanted."""
+def render(script: str, outcome: Outcome, findings: list[Finding], accepted: list[Finding]) -> str:
+    """Write the report for a terminal, coloured where that is wanted; what is accepted is only counted."""
     parts = [script, count(outcome.steps, "optimizer step")]
     if outcome.facts.is_distributed:
         parts.insert(1, count(outcome.facts.world_size, "rank"))
@@ -51,13 +53,12 @@ def render(script: str, outcome: Outcome, findings: list[Finding]) -> str:
     for finding in findings:
         lines += _lines_of(finding)
     if outcome.trouble:
-        lines += [paint(f"ended early: {outcome.trouble}", "yellow")]
-        lines += [f"    {line}" for line in outcome.details]
-        lines += [""]
+        details = [f"    {line}" for line in outcome.details]
+        lines += [paint(f"ended early: {outcome.trouble}", "yellow"), *details, ""]
     if outcome.unobserved:
         lines += [f"not observed, because of an error in the checker: {', '.join(outcome.unobserved)}", ""]
-    if findings or not outcome.trouble:
-        lines.append(_tally(findings))
+    if findings or accepted or not outcome.trouble:
+        lines.append(_tally(findings, accepted))
     return "\n".join(lines)
 
 
@@ -73,13 +74,13 @@ def _lines_of(finding: Finding) -> list[str]:
     return [*lines, ""]
 
 
-def _tally(findings: list[Finding]) -> str:
-    numbers = Counter(finding.severity for finding in findings)
-    parts = [f"{numbers[severity]} {severity}" for severity in _COLOURS if severity in numbers]
+def _tally(findings: list[Finding], accepted: list[Finding]) -> str:
+    numbers = Counter(finding.severity for finding in findings) + Counter(accepted=len(accepted))
+    parts = [f"{numbers[word]} {word}" for word in (*_COLOURS, "accepted") if word in numbers]
     return ", ".join(parts) or paint("nothing found", "green")
 
 
-def as_json(script: str, outcome: Outcome, findings: list[Finding]) -> str:
+def as_json(script: str, outcome: Outcome, findings: list[Finding], accepted: list[Finding]) -> str:
     """Write the report as one JSON object."""
     report: dict[str, Any] = {
         "schema": SCHEMA,
@@ -91,15 +92,15 @@ def as_json(script: str, outcome: Outcome, findings: list[Finding]) -> str:
         "details": outcome.details,
         "unobserved": outcome.unobserved,
         "findings": [_finding_as_json(finding) for finding in findings],
+        "accepted": [_finding_as_json(finding) for finding in accepted],
     }
     return json.dumps(report, indent=2)
 
 
 def _finding_as_json(finding: Finding) -> dict[str, Any]:
     fields = asdict(finding)
-    where = finding.where
-    fields["where"] = {"file": where.shown, "line": where.line} if where else None
-    fields["also"] = [{"file": line.shown, "line": line.line} for line in finding.also]
+    fields["where"] = finding.where and finding.where.as_json()
+    fields["also"] = [line.as_json() for line in finding.also]
     return fields
 
 
@@ -141,16 +142,80 @@ def _badness(finding: Finding) -> int:
     return list(_COLOURS).index(finding.severity)
 
 
+# Accept findings that are meant.
+
+_HEAD = "# Findings that `python -m ddpkit check --accept` lets pass: the kind, the file, the text of the line."
+
+
+class Accepted:
+    """The lines of a file, of which each accepts one finding, wherever the text of its line has moved in its file.
+
+    Args:
+        path: The file. If there is none, nothing is accepted until `update()` makes it.
+
+    Raises:
+        argparse.ArgumentTypeError: If it cannot be read or made.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+        self._is_new = not os.path.exists(path)
+        if self._is_new and not os.access(self._path.parent, os.W_OK):
+            raise argparse.ArgumentTypeError(f"{path} does not exist, and cannot be made in its folder")
+        try:
+            text = "" if self._is_new else self._path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise argparse.ArgumentTypeError(f"{path} cannot be read: {error}") from None
+        lines = map(str.strip, text.split("\n"))
+        self._unused = Counter(line for line in lines if line and line[0] != "#")
+        for line in self._unused:
+            if line.split()[0] not in KINDS:
+                raise argparse.ArgumentTypeError(f"{path}: the line {line!r} does not begin with a kind of finding")
+
+    def take(self, finding: Finding) -> bool:
+        """Return whether a comment accepts a finding, or else an unused line, which is used then."""
+        where = finding.where
+        if where and finding.kind in accepted_in(where.file).get(where.line, ()):
+            return True
+        line = self._line_of(finding)
+        is_listed = line in self._unused
+        self._unused -= Counter([line])
+        return is_listed
+
+    def update(self, findings: list[Finding]) -> None:
+        """Say which lines are unused; if there is no file, list the findings in a new one."""
+        note = ""
+        if self._unused:
+            note = f"lists what is no longer found, delete it there: {'; '.join(self._unused)}"
+        if self._is_new and findings:
+            lines = map(self._line_of, findings)
+            self._path.write_text("\n".join([_HEAD, *lines, ""]), encoding="utf-8")
+            note = f"is new: the next check accepts {count(len(findings), 'finding')} by it"
+        if note:
+            show(f"ddpkit check: {self._path} {note}", on_stderr=True)
+
+    def _line_of(self, finding: Finding) -> str:
+        where = finding.where
+        if where is None:
+            return finding.kind
+        text = linecache.getline(where.file, where.line).strip()
+        return f"{finding.kind} {os.path.relpath(where.file, self._path.parent)}: {text}"
+
+
+# Check a script.
+
 _BAD_SCRIPT = 2
-_SUSPICIOUS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add = parser.add_argument
-    add("-n", "--ranks", type=int, default=2, metavar="N", help="processes to start (2)")
-    add("--steps", type=int, default=5, metavar="N", help="optimizer steps of an epoch (5); longer epochs are cut")
-    add("--strict", action="store_true", help="exit with 3 if something is suspicious and nothing is wrong")
+    add("-n", "--ranks", type=positive, default=2, metavar="N", help="processes to start (2)")
+    add("--steps", type=positive, default=5, metavar="N", help="optimizer steps of an epoch (5); longer epochs are cut")
+    add("--accept", type=Accepted, default=os.devnull, metavar="FILE", help="accept what it lists; write it if new")
+    more = "exit with 1 also for what is suspicious, or for one kind of it; can be repeated"
+    add("--fail-on", action="append", default=["wrong"], choices=[*_COLOURS, *KINDS], metavar="KIND", help=more)
+    add("--github", action="store_true", help="print an annotation of each finding's line for GitHub as well")
     add_script(parser, "")
 
 
@@ -158,8 +223,8 @@ def run(args: argparse.Namespace) -> int:
     """Check a script and print what was found.
 
     Returns:
-        The exit code: 1 if something is wrong; 2 if the script could not be checked; with `--strict` 3 if something is
-        suspicious; else 0.
+        The exit code: 1 if something is wrong, or named by `--fail-on`, and not accepted; 2 if the script could not be
+        checked; else 0.
     """
     try:
         launch = detect_launch()
@@ -169,8 +234,8 @@ def run(args: argparse.Namespace) -> int:
         return _refuse("it starts ranks itself, -n of them: start it once, without a launcher.")
     if not args.module and not os.path.isfile(args.script):
         return _refuse(f"{args.script}: there is no such file.")
-    if args.ranks < 2 or args.steps < 1:
-        return _refuse("-n must be at least 2, --steps at least 1.")
+    if args.ranks == 1:
+        return _refuse("-n must be at least 2.")
     exit_when_terminated()
     script = Script(args.script, args.arguments, args.module)
     with Ranks(partial(be_rank, script, args.steps), args.ranks, args.device) as ranks:
@@ -179,16 +244,23 @@ def run(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace, outcome: Outcome) -> int:
     """Print what was found; return the exit code."""
-    findings = find_all(outcome.facts)
+    found = find_all(outcome.facts)
+    accepted = [finding for finding in found if args.accept.take(finding)]
+    findings = [finding for finding in found if finding not in accepted]
     if args.json:
-        print(as_json(args.script, outcome, findings))
+        print(as_json(args.script, outcome, findings, accepted))
     else:
-        show(render(args.script, outcome, findings))
-    if any(finding.severity == "wrong" for finding in findings):
+        show(render(args.script, outcome, findings, accepted))
+    if not outcome.trouble:
+        args.accept.update(findings)
+    if args.github:
+        for finding in findings:
+            level = "error" if finding.severity == "wrong" else "warning"
+            text = f"{finding.evidence}\n{finding.why}\nfix: {finding.fix}"
+            annotate(level, text, title=finding.kind, **(finding.where.as_json() if finding.where else {}))
+    if any(not {finding.severity, finding.kind}.isdisjoint(args.fail_on) for finding in findings):
         return 1
-    if outcome.trouble:
-        return _BAD_SCRIPT
-    return _SUSPICIOUS if args.strict and findings else 0
+    return _BAD_SCRIPT if outcome.trouble else 0
 
 
 def _refuse(reason: str) -> int:

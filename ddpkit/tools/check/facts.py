@@ -22,6 +22,7 @@ from .source import Place, Stack
 
 _TABLE = Path(__file__).with_name("rules.json")
 _RULES: dict[str, dict[str, str]] = json.loads(_TABLE.read_text())
+KINDS = sorted({rule["finding"] for rule in _RULES.values()})
 _HEADER = 18  # elements before the gradients in a message of `average_gradients`
 SCRIPT_END = "the end of the script"  # where a rank has come that has ended without an error
 Lines = Place | Sequence[Place] | None
@@ -111,10 +112,7 @@ class Facts:
 
     def of(self, kind: type[_Seen]) -> dict[int, list[_Seen]]:
         """Select the records of one kind, by rank."""
-        found = {}
-        for rank, told in self.told.items():
-            found[rank] = [seen for seen in told if isinstance(seen, kind)]
-        return found
+        return {rank: [seen for seen in told if isinstance(seen, kind)] for rank, told in self.told.items()}
 
     def all(self, kind: type[_Seen]) -> list[_Seen]:
         """List the records of one kind, of all ranks."""
@@ -127,11 +125,8 @@ class Facts:
     def rows(self, kind: type[_Seen], *fields: str) -> list[list[_Seen]]:
         """Put records of the ranks side by side that have equal fields; leave out what not all ranks have told."""
         by_rank = [by_fields(told, *fields) for told in self.of(kind).values()]
-        rows = []
-        for key in by_rank[0]:
-            if all(key in table for table in by_rank):
-                rows.append([table[key][-1] for table in by_rank])
-        return rows
+        keys = [key for key in by_rank[0] if all(key in table for table in by_rank)]
+        return [[table[key][-1] for table in by_rank] for key in keys]
 
     def finding(
         self, rule: str, evidence: str, *lines: Lines, severity: str = "", ranks: Sequence[int] = ()

@@ -7,10 +7,13 @@ import os
 import re
 import sys
 import sysconfig
+import tokenize
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from inspect import CO_GENERATOR
+from io import StringIO
 from itertools import islice
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeVar
@@ -50,6 +53,10 @@ class Place(NamedTuple):
         """Shorten the path where it is below the working directory."""
         near = os.path.relpath(self.file)
         return self.file if near.startswith(os.pardir) else near
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the file and the line, for JSON and for annotations."""
+        return {"file": self.shown, "line": self.line}
 
     def shares_function_with(self, other: Place) -> bool:
         """Return whether two lines are in one function."""
@@ -126,6 +133,26 @@ def definition(function: Any) -> Stack:
     if code is None or not is_own(code.co_filename):
         return []
     return [_place(code, code.co_firstlineno)]
+
+
+# Find the comments at a line that accept findings.
+
+_ACCEPT = re.compile(r"# *ddpkit: *accept +([\w-]+(?: *, *[\w-]+)*)")
+
+
+@cache
+def accepted_in(file: str) -> dict[int, set[str]]:
+    """Return the kinds of findings that comments accept, by line: those within its statement, or right above it."""
+    accepted: dict[int, set[str]] = {}
+    kinds: set[str] = set()  # one for all lines of a statement
+    with suppress(tokenize.TokenError, SyntaxError):  # of a file that is not Python's, such as a template
+        for token in tokenize.generate_tokens(StringIO(_text_of(file)).readline):
+            accepted[token.start[0]] = kinds
+            if token.type == tokenize.COMMENT and (found := _ACCEPT.search(token.string)):
+                kinds.update(re.split(" *, *", found[1]))
+            if token.type == tokenize.NEWLINE:
+                kinds = set()
+    return accepted
 
 
 # Find what is around a line: loops, and conditions that ask for the rank.

@@ -14,7 +14,7 @@ from typing import Any
 from ..check.facts import Facts, Watch, all_equal, joined
 from ..check.loaders import LONGEST
 from ..check.observed import Cuda, End
-from ..cli import announce, checked_by, count, paint, positive, show, table, wrap
+from ..cli import annotate, announce, checked_by, count, paint, positive, show, table, wrap
 from ..cuda import ON_THE_CPU
 from ..ranks import FOLDER, Ranks, Script, add_script, exit_when_terminated
 from ..recorder import Record
@@ -198,7 +198,7 @@ def as_json(args: argparse.Namespace, found: Difference | None, comparison: Comp
         "difference": None,
     }
     if found:
-        where = found.where and {"file": found.where.shown, "line": found.where.line}
+        where = found.where and found.where.as_json()
         report["difference"] = found._asdict() | {"where": where}
     return json.dumps(report, indent=2)
 
@@ -225,7 +225,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         show(render(args, found, comparison))
     if args.github and found and found.where:
-        show(f"::error file={found.where.shown},line={found.where.line}::{found.evidence}. {found.cause}")
+        annotate("error", f"{found.evidence}. {found.cause}", **found.where.as_json())
     return int(found is not None)
 
 
