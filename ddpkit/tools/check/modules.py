@@ -104,7 +104,7 @@ class Modules:
         hooks.register_module_parameter_registration_hook(guarded(self._registered))
         hooks.register_module_buffer_registration_hook(guarded(self._registered))
         hooks.register_module_forward_pre_hook(guarded(self._entered))
-        hooks.register_module_forward_hook(guarded(self._left), always_call=True)
+        hooks.register_module_forward_hook(guarded(self._left), with_kwargs=True, always_call=True)
         before(nn.Module, "train", self._switch)
         before(nn.Module, "load_state_dict", lambda: tell(Loaded(stack())))
         after(nn.Parameter, "__deepcopy__", self._copied)
@@ -220,10 +220,12 @@ class Modules:
         if torch.is_grad_enabled():
             wrapped.pending = wrapped.pending or bool(wrapped.module.require_backward_grad_sync)
 
-    def _left(self, module: nn.Module) -> None:
+    def _left(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._depth -= 1
         if id(module) in self.wrapped:
             self._in_ddp -= 1
+        if self._depth == 0 and kwargs and not size_of(args):
+            self._note_named(kwargs)
 
     def _look_for_bypass(self, module: nn.Module) -> None:
         for wrapped in self.wrapped.values():
@@ -253,6 +255,13 @@ class Modules:
         elif len(self.calls) < _MANY_CALLS:
             self.calls.append(Call(where, content(args)))
             self.networks.append((module, mode))
+
+    def _note_named(self, given: dict[str, Any]) -> None:
+        """Note what a network was given by name, which hooks get only after the call."""
+        if not torch.is_grad_enabled():
+            self.samples += size_of(given)
+        elif self.calls and not self.calls[-1].input:
+            self.calls[-1] = self.calls[-1]._replace(input=content(given))
 
 
 def mode_of(network: nn.Module) -> str:
@@ -284,10 +293,13 @@ def _self_of(frame: FrameType) -> Any:
     return frame.f_locals.get("self")
 
 
-def roots() -> Iterator[tuple[str, nn.Module]]:
+_MOST = 4096  # objects that are looked at in the variables of a function
+
+
+def roots(depth: int = 1) -> Iterator[tuple[str, nn.Module]]:
     """Yield the networks that the running functions of the script know, by the names of their variables."""
     seen: set[int] = set()
-    for name, value in variables():
+    for name, value in variables(depth):
         if isinstance(value, DistributedDataParallel):
             value = value._modules["module"]
         if isinstance(value, nn.Module) and id(value) not in seen:
@@ -295,13 +307,16 @@ def roots() -> Iterator[tuple[str, nn.Module]]:
             yield name, value
 
 
-def variables() -> Iterator[tuple[str, Any]]:
-    """Yield the variables of the script's running functions, and the fields of their objects."""
+def variables(depth: int = 1) -> Iterator[tuple[str, Any]]:
+    """Yield the variables of the script's running functions, and the fields of their objects, of theirs, and so on."""
     for frame in list(own_frames()):
         for scope in (frame.f_locals, frame.f_globals):
-            for name, value in list(scope.items()):
-                yield name, value
-                yield from parts_of(name, value)
+            known = list(scope.items())
+            yield from known
+            for _ in range(depth):
+                parts = (part for name, value in known for part in parts_of(name, value))
+                known = list(islice(parts, _MOST))
+                yield from known
 
 
 def parts_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -20,7 +20,7 @@ from ..ranks import FOLDER, Ranks, Script, add_script, exit_when_terminated
 from ..recorder import Record
 from .compare import WORDS, Comparison, Difference, UncomparableError, batches_in, compare_lines, rows_of
 from .inputs import count_by_source, pair_sources, read, read_ranks
-from .rank import Plan, be_rank, pair
+from .rank import Plan, Tensors, be_rank, pair
 
 SCHEMA = 1  # of the JSON object; raised when a field changes its meaning or goes away
 _BAD_SCRIPT = 2
@@ -132,10 +132,13 @@ class Runs:
             if any(inputs[0]) and all_equal(inputs):
                 where = row[0].calls[0].where[0] if row[0].calls[0].where else None
                 return Difference(row[0].number, "samples", f"{facts.who} train on the same samples", "", where)
-        starts = [start for folder in (ranks[0], first) for start, _ in read(folder / "start")]
-        if len(starts) > 1 and not pair(*starts):
-            sizes = [f"{len(own)} parameters of {sum(p.numel() for p in own.values())} numbers" for own in starts]
-            return Difference(1, "parameters", f"the ranks train {sizes[0]}, one process {sizes[1]}", "", None)
+        *starts, one = [start for folder in (*ranks, first) for start, _ in read(folder / "start")] or [{}]
+        for rank, start in enumerate(starts):
+            if not pair(start, one):
+                sizes = [
+                    f"{len(own)} parameters of {sum(p.numel() for p in own.values())} numbers" for own in (start, one)
+                ]
+                return Difference(1, "parameters", f"rank {rank} trains {sizes[0]}, one process {sizes[1]}", "", None)
         mine = sum(rows_of(folder) for folder in ranks)
         one = rows_of(first)
         if not self._args.reference or mine == one or not one or not mine:
@@ -161,13 +164,18 @@ class Runs:
         return self._run(name, ranks=[self._folder / "ranks" / f"{rank}"], steps=1) / "0"
 
 
+def _size_of(start: Tensors) -> str:
+    return f"{count(len(start), 'parameter')} of {sum(p.numel() for p in start.values())} numbers"
+
+
 # Print what was found, for people, for programs, or for GitHub.
 
 
 def render(args: argparse.Namespace, found: Difference | None, comparison: Comparison) -> str:
     """Write the report for a terminal."""
     title = f"ddpkit parity: {args.script} on {count(args.ranks, 'rank')} and {args.reference or 'itself'} on one"
-    parts = [title, *([ON_THE_CPU] if comparison.uses_cuda else []), count(comparison.steps, "optimizer step")]
+    steps = max(comparison.steps, found.step if found else 0)
+    parts = [title, *([ON_THE_CPU] if comparison.uses_cuda else []), count(steps, "optimizer step")]
     lines = [paint(", ".join(parts), "bold"), ""]
     if found:
         where = f"  {found.where}" if found.where else ""
@@ -182,6 +190,8 @@ def render(args: argparse.Namespace, found: Difference | None, comparison: Compa
     lines.append(f"printed: {count(comparison.numbers, 'number')} equal" if comparison.numbers else "printed: nothing")
     rest = [f"{joined(off)}, switched off"] if off else []
     rest += ["what follows the last of these steps and its evaluation"] if comparison.is_cut else []
+    unsteady = list(dict.fromkeys(comparison.unsteady))
+    rest += [f"{joined(unsteady)}, which rounding or the order of rows changes"] if unsteady else []
     lines += [f"not compared: {'; '.join(rest)}"] if rest else []
     return "\n".join([*lines, "", paint("equal", "green")])
 

@@ -78,6 +78,7 @@ class Comparison:
         precision: Of the numbers by which the script computes.
         is_cut: Whether the script was ended after these steps.
         uses_cuda: Whether it uses CUDA, for which the CPU stands.
+        unsteady: What rounding, or the order of rows, changes so much that it was not compared.
     """
 
     ranks: list[Path]
@@ -89,7 +90,9 @@ class Comparison:
     precision: float = _FLOOR
     is_cut: bool = False
     uses_cuda: bool = False
+    unsteady: list[str] = field(default_factory=list)
     _has_gradients: bool = False
+    _begun: list[Tensors] = field(default_factory=list)  # the ranks' buffers and averages at the first step
     _sure: dict[str, Tensor] = field(default_factory=dict)  # elements, by parameter
 
     def find(self) -> Difference | None:
@@ -122,41 +125,68 @@ class Comparison:
                     tensor *= self._sure[name]
 
     def _compare(self, thing: str, step: Step) -> Difference | None:
-        first = step.events[0]
-        setting = next(_differing(first.settings, step.events[-2].settings), "") if thing == "update" else ""
-        if setting:
+        if thing == "update" and (setting := next(_differing(step.events[:-1]), "")):
             line = "made" if step.number == 1 else "step"
-            return Difference(step.number, "settings", setting, "", next(iter(first.lines[line]), None))
+            return Difference(step.number, "settings", setting, "", next(iter(step.events[0].lines[line]), None))
         *ranks, one, again = [things[thing] for things in step.things]
         if not all(bool(tensor.isfinite().all()) for tensor in one.values()):
             raise UncomparableError(f"the {WORDS[thing]} of one process are not finite at step {step.number}")
+        if thing == "others":
+            one = self._steady(one, again)
+            self._begun = self._begun or ranks
         if thing == "unclipped":
             added = {name: torch.stack([mine[name] for mine in ranks]).sum(0) for name in one}
             is_own = not step.is_equal(thing)
             if is_own and not measure(added, one, again, self.precision)[0]:  # each rank's own, clipped before the sum
                 return None
             ranks = [{name: torch.stack([mine[name] for mine in ranks]).mean(0) for name in one}]
+        return self._compare_ranks(thing, step, ranks, one)
+
+    def _compare_ranks(self, thing: str, step: Step, ranks: list[Tensors], one: Tensors) -> Difference | None:
+        again = step.things[-1][thing]
+        floor = self.precision * (_OF_UPDATES if thing == "update" else 1.0)
         for rank, mine in enumerate(ranks):
-            floor = self.precision * (_OF_UPDATES if thing == "update" else 1.0)
-            names, size, rounding = measure(mine, one, again, floor)
-            largest = self.distances.get(thing, (0.0, 0.0))
-            self.distances[thing] = max(largest[0], size), max(largest[1], rounding)
+            changed = one
+            if thing == "others" and rank and step.number > 1:  # an average may be kept by the first rank only
+                changed = {name: one[name] for name in one if not _are_equal(mine, self._begun[rank], name)}
+            names, size, rounding = measure(mine, changed, again, floor)
+            if rounding > _NOISY and thing == "update":  # of equal gradients
+                self.unsteady.append("updates")
+                return None
             if rounding > _NOISY:
                 raise UncomparableError(
                     f"two runs of one process differ at step {step.number} by {rounding:.1g} of the {WORDS[thing]}: "
-                    "the script draws random numbers that are not switched off"
+                    "the script draws random numbers that are not switched off, or combines rows by their position"
                 )
+            self._note_distances(thing, size, rounding)
             if names:
                 whose = f" of rank {rank}" if rank else ""
-                some = f"all {len(one)}" if len(names) == len(one) else name_some(names)
-                _, size, rounding = measure(mine, {name: one[name] for name in names}, again, floor)
-                ratio = _ratio(_flat(mine, names), _flat(one, names))
-                much = f"{size:.2g} of their size apart" if ratio is None else f"{ratio:.3g} times those of one process"
-                cause, line = self._explain(thing, step, ratio, len(names) < len(one))
-                evidence = f"{some}{whose}: {much} (rounding: {rounding:.0e})"
-                where = next(iter(first.lines.get(line, [])), None)
-                return Difference(step.number, thing, evidence, cause, where)
+                return self._describe(thing, step, whose, mine, {name: one[name] for name in names})
         return None
+
+    def _steady(self, one: Tensors, again: Tensors) -> Tensors:
+        """Select the buffers and averages that another order of rows does not change, as it does a queue."""
+        same = [name for name in one if name in again and one[name].shape == again[name].shape]
+        unsteady = [name for name in same if (again[name] - one[name]).norm() > _NOISY * one[name].norm()]
+        self.unsteady += unsteady
+        return {name: one[name] for name in same if name not in unsteady}
+
+    def _note_distances(self, thing: str, size: float, rounding: float) -> None:
+        largest = self.distances.get(thing, (0.0, 0.0))
+        resolved = rounding if self.precision == _FLOOR else max(rounding, self.precision)
+        self.distances[thing] = max(largest[0], size), max(largest[1], resolved)
+
+    def _describe(self, thing: str, step: Step, whose: str, mine: Tensors, one: Tensors) -> Difference:
+        """Describe what differs, of a rank or of all."""
+        of_one = step.things[-2][thing]
+        is_part = len(one) < len(of_one)
+        some = name_some(list(one)) if is_part else f"all {len(one)}"
+        _, size, rounding = measure(mine, one, step.things[-1][thing], self.precision)
+        ratio = _ratio(_flat(mine, list(one)), _flat(one, list(one)))
+        much = f"{size:.2g} of their size apart" if ratio is None else f"{ratio:.3g} times those of one process"
+        cause, line = self._explain(thing, step, ratio, is_part)
+        where = next(iter(step.events[0].lines.get(line, [])), None)
+        return Difference(step.number, thing, f"{some}{whose}: {much} (rounding: {rounding:.0e})", cause, where)
 
     def _explain(self, thing: str, step: Step, ratio: float | None, is_part: bool) -> tuple[str, str]:
         """Name the cause, "" if it is not known, and the kind of line that has it."""
@@ -168,6 +198,10 @@ class Comparison:
             return "each rank clips its own gradients, before their mean is taken", "clip"
         if thing == "parameters" and step.number == 1:
             return "ranks begin with other parameters", "made"
+        if thing == "parameters":
+            return "changed after the last step, and before the network was called again", "step"
+        if thing == "others" and step.number > 1:
+            return "changed in the last step, or after it", "step"
         return "", "step"
 
     def _explain_gradients(self, step: Step, ratio: float | None, is_part: bool) -> str:
@@ -187,7 +221,9 @@ class Comparison:
         weights = torch.linalg.lstsq(columns, target[:, None]).solution[:, 0]
         away = target - _flat(step.things[-2]["unclipped"], names)
         if (columns @ weights - target).norm() > _EXPLAINED * away.norm():
-            return "they are no sum of the gradients of each rank's samples: ranks couple samples, or compute otherwise"
+            return (
+                "the ranks compute what one process does not: they are no sum of the gradients of each rank's samples"
+            )
         samples = list(map(rows_of, self.ranks))
         if not torch.allclose(weights, torch.full_like(weights, 1 / world_size), atol=_CLOSE):
             shares = joined(weights.tolist(), ".3g")
@@ -240,6 +276,10 @@ def _flat(tensors: Tensors, names: list[str]) -> Tensor:
     return torch.cat([tensors[name].flatten() for name in names])
 
 
+def _are_equal(mine: Tensors, others: Tensors, name: str) -> bool:
+    return name in mine and name in others and torch.equal(mine[name], others[name])
+
+
 def _ratio(mine: Tensor, one: Tensor) -> float | None:
     """Return the factor by which numbers are a multiple of others, None if they are none, or too close."""
     ratio = (mine @ one / (one @ one)).item() if one.any() else 0.0
@@ -247,12 +287,16 @@ def _ratio(mine: Tensor, one: Tensor) -> float | None:
     return ratio if is_multiple and abs(ratio - 1) > _CLOSE else None
 
 
-def _differing(mine: list[dict[str, float]], others: list[dict[str, float]]) -> Iterator[str]:
-    """Yield the settings of optimizers that differ, in words."""
-    for one, other in zip(mine, others, strict=False):
-        for name in one.keys() & other.keys():
-            if not math.isclose(one[name], other[name], rel_tol=_FLOOR):
-                yield f"{name} is {one[name]:.6g} on the ranks, {other[name]:.6g} in one process"
+def _differing(events: Sequence[Event]) -> Iterator[str]:
+    """Yield the settings of optimizers that differ between ranks and one process, the last, in words."""
+    *ranks, one = [event.settings for event in events]
+    for rank, mine in enumerate(ranks):
+        if len(mine) != len(one):
+            yield f"rank {rank} has {len(mine)} groups of parameters, one process {len(one)}"
+        for group, other in zip(mine, one, strict=False):
+            for name in sorted(group.keys() & other.keys(), key=lambda name: (name != "lr", name)):
+                if not math.isclose(group[name], other[name], rel_tol=_FLOOR):
+                    yield f"{name} is {group[name]:.6g} on rank {rank}, {other[name]:.6g} in one process"
 
 
 def batches_in(folder: Path) -> list[Batch]:
@@ -270,7 +314,7 @@ def rows_of(folder: Path) -> int:
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|\bnan\b|\binf\b", re.IGNORECASE)
 _TIMING = 0.001  # by which two runs of one process may differ in a number that is no measured time
 _MEASURED = re.compile(
-    r"\d{2,4}[-/]\d\d[-/]\d\d|\d+:\d\d(?::\d\d)?(?:[.,]\d+)?"  # dates, and times of the day
+    r"\.py(?::|\", line )\d+|\d{2,4}[-/]\d\d[-/]\d\d|\d+:\d\d(?::\d\d)?(?:[.,]\d+)?"  # lines, dates, times of the day
     r"|\b(?:time|elapsed|eta|data|speed|throughput|mem|memory)\W*[\d.]+(?: *\([\d. ]+\))?"
     r"|[\d.]+ ?(?:ms|s|secs?|seconds|min|\w+/s|s/\w+|[KMG]i?B)\b",
     re.IGNORECASE,
@@ -304,7 +348,7 @@ def compare_lines(
                 if not _is_close(mine, one, allowed, world_size):
                     where = next((Place(*place) for place in line["where"]), None)
                     evidence = f"rank 0 prints {mine}, one process {one}: {line['line']}"
-                    return Difference(line["step"], "printed", evidence, "", where), numbers
+                    return Difference(min(line["step"], steps), "printed", evidence, "", where), numbers
     return None, numbers
 
 

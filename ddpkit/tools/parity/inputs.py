@@ -72,6 +72,7 @@ class Batch(NamedTuple):
     loop: int  # the number of the loop over loaders of this role
     step: int  # how many optimizer steps came before
     samples: bytes  # a list of what the dataset has returned, or a batch
+    size: int  # how many they are
     is_made: bool  # whether it is a batch, made by the dataset, or with random numbers
     generators: tuple[bytes, ...]  # the states of Python's, NumPy's and torch's before the batch was used
     drew: bool = False  # whether Python's or NumPy's was used until the step
@@ -86,8 +87,8 @@ class Batch(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Count the samples."""
-        return size_of(self.parts) if self.is_made else len(self.parts)
+        """Count the samples, without padding."""
+        return min(self.size, self.real)
 
 
 class Draw(NamedTuple):
@@ -207,15 +208,17 @@ def _rows_of(by_rank: list[list[Any]], one_by_one: Collection[str]) -> dict[tupl
 class _Keeping:
     """Stands for a `collate_fn`, and keeps what that gets, or what it makes if it draws random numbers."""
 
-    def __init__(self, collate: Function) -> None:
+    def __init__(self, collate: Function, gets_batches: bool) -> None:
         self.collate = collate
+        self._gets_batches = gets_batches
 
-    def __call__(self, samples: Any) -> tuple[bytes, bool, Any]:
+    def __call__(self, samples: Any) -> tuple[bytes, int, bool, Any]:
         kept = pack(samples)
         before = _states()
         batch = self.collate(samples)
-        has_drawn = _states() != before
-        return pack(batch) if has_drawn else kept, has_drawn, batch
+        if self._gets_batches or _states() != before:
+            return pack(batch), size_of(batch), True, batch
+        return kept, len(samples), False, batch
 
 
 @dataclass
@@ -268,7 +271,7 @@ class Inputs:
         iterator.loader = loader
         iterator.loop = None
         if type(iterator).__next__ is loading._BaseDataLoaderIter.__next__:
-            iterator._collate_fn = _Keeping(iterator._collate_fn)
+            iterator._collate_fn = _Keeping(iterator._collate_fn, not iterator._auto_collation)
 
     def _next(self, original: Function) -> Function:
         def call(iterator: Any) -> Any:
@@ -287,12 +290,11 @@ class Inputs:
                 return self._serve(loop, iterator)
             self.is_fetching = True
             try:
-                samples, has_drawn, batch = original(iterator)
+                samples, size, is_made, batch = original(iterator)
             finally:
                 self.is_fetching = False
             if known:
-                is_made = has_drawn or not iterator._auto_collation
-                seen = Batch(known.role, iterator.loop, current().step, samples, is_made, _states())
+                seen = Batch(known.role, iterator.loop, current().step, samples, size, is_made, _states())
                 self._pending.append((known, iterator.loader, seen))
             return batch
 

@@ -31,6 +31,7 @@ from .inputs import Draws, Inputs, Served, append, read
 
 Tensors = dict[str, Tensor]
 _WRAPPERS = {"module", "_orig_mod", "_forward_module", "_original_module", "_checkpoint_wrapped_module"}
+_DEPTH = 4  # of objects and containers in which networks are looked for
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 
@@ -176,7 +177,7 @@ class Training:
     _lines: dict[str, Stack] = field(default_factory=dict)
     _unclipped: dict[Any, Tensors] = field(default_factory=dict)
     _seen: dict[Any, tuple[Tensors, Tensors]] = field(default_factory=dict)  # parameters and gradients before a step
-    _given: dict[int, list[Tensors]] = field(default_factory=dict)  # the ranks' parameters before each step
+    _given: dict[int, list[Tensors]] = field(default_factory=dict)  # the ranks' parameters, from the last step on
     _arrived: dict[Any, Tensors] = field(default_factory=dict)  # those of this process, before it took the ranks'
     _held: Tensors = field(default_factory=dict)
     _stepped: list[Optimizer] | None = None  # since the last call of a network in training, None before the first
@@ -193,11 +194,16 @@ class Training:
         register_optimizer_step_pre_hook(self._begins)
         register_optimizer_step_post_hook(self._ended)
 
-    @torch.no_grad()
     def _begin(self, module: nn.Module) -> None:
-        """When a network is first called in training since the last step, note what there is, and take the ranks'."""
+        """Prepare when a network is first called in training since the last step."""
+        if self._stepped != [] and module.training:
+            self._prepare()
+
+    @torch.no_grad()
+    def _prepare(self) -> None:
+        """Note what there is before a step, and take the ranks' parameters."""
         optimizers = list(self.loop.optimizers)
-        if self._stepped == [] or not optimizers or not module.training:
+        if not optimizers:
             return
         others = self._others()
         if self._stepped is None:
@@ -205,11 +211,11 @@ class Training:
         self._held = _copies(others)
         stepped, self._stepped = self._stepped or [], []
         for optimizer in stepped:
-            known = self.loop.known(optimizer)
-            befores = self._given.get(known.number, [])
-            if known.steps < len(befores):
+            number = self.loop.known(optimizer).number
+            self._given[number] = coming = self._given.get(number, [])[1:]
+            if coming:
                 self._arrived[optimizer] = _copies(_named(optimizer))
-                _take(_named(optimizer), befores[known.steps])
+                _take(_named(optimizer), coming[0])
 
     def _start(self, optimizers: list[Optimizer], others: Tensors) -> None:
         """Write with what the training begins, or begin with what the ranks have."""
@@ -229,9 +235,10 @@ class Training:
         """Name what networks hold that is no parameter of an optimizer."""
         known = self.loop.parameters()
         found = {}
-        for variable, root in roots():
+        for variable, root in roots(_DEPTH):
             for name, tensor in chain(root.named_parameters(), root.named_buffers()):
-                if id(tensor) not in known and tensor.is_floating_point():
+                is_trained = id(tensor) in known and tensor.requires_grad
+                if not is_trained and tensor.is_floating_point():
                     found[f"{variable}.{name}"] = tensor
         return found
 
@@ -249,8 +256,11 @@ class Training:
             self._unclipped = {optimizer: _gradients(optimizer) for optimizer in list(self.loop.optimizers)}
 
     def _begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._seen:  # else it is a part of another
-            self._seen[optimizer] = _copies(_named(optimizer)), _gradients(optimizer)
+        if self._seen:  # it is a part of another
+            return
+        if self._stepped is None or optimizer in self._stepped:  # it calls the network itself, by a closure
+            self._prepare()
+        self._seen[optimizer] = _copies(_named(optimizer)), _gradients(optimizer)
 
     def _ended(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer not in self._seen:
@@ -276,7 +286,8 @@ class Training:
 
 
 def _named(optimizer: Optimizer) -> Tensors:
-    parameters = parameters_of(optimizer)
+    """Name the parameters of an optimizer that are trained; it may have frozen ones, too."""
+    parameters = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
     return dict(zip(names_of(parameters), parameters, strict=True))
 
 
