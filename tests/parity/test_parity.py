@@ -32,6 +32,7 @@ PLANTS = {  # the step and the thing that show each first
 }
 QUICK = ("twice", "clip", "metric")
 RECIPES = sorted(path.stem for path in (ROOT / "docs/recipes").glob("*.py"))
+STORM = pytest.mark.storm
 WITHOUT_STEPS = {"from_a_notebook", "exact_evaluation", "metrics_of_torchmetrics", "logged_to_wandb"}
 
 
@@ -91,6 +92,17 @@ def test_whatever_inputs_are_made_by_they_are_those_of_all_ranks(kind: str, rank
     code, report = compare(tmp_path, "-n", ranks, f"{SCRIPTS}/varied.py", kind)
     assert (code, report["difference"]) == (0, None), report
     assert report["numbers"] > 0
+
+
+KEPT = {"all": None, "closure": None, "first": None, "average": (2, "others"), "rate": (4, "settings")}
+KEPT |= {"fewer": (1, "parameters"), "same": (1, "samples")}
+
+
+@pytest.mark.parametrize("kind", [k if k in ("closure", "average") else pytest.param(k, marks=STORM) for k in KEPT])
+def test_what_a_trainer_keeps_beside_its_network_is_compared(kind: str, tmp_path: Path) -> None:
+    code, report = compare(tmp_path, f"{SCRIPTS}/kept.py", kind)
+    found = report["difference"]
+    assert (code, found and (found["step"], found["thing"])) == (int(found is not None), KEPT[kind]), report
 
 
 def test_batches_that_are_drawn_are_those_of_all_ranks(tmp_path: Path) -> None:
