@@ -8,6 +8,7 @@ import os
 import shlex
 import tempfile
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +128,11 @@ class Runs:
     def _compare_inputs(self, ranks: list[Path], first: Path) -> Difference | None:
         """Look if ranks train on the same samples, other parameters, or another number than the reference."""
         facts = self._facts["ranks"]
+        calls = chain.from_iterable(step.calls for row in facts.steps for step in row[:1])
+        where = next((call.where[0] for call in calls if call.where), None)
         for row in facts.steps:
             inputs = [[call.input for call in step.calls] for step in row]
             if any(inputs[0]) and all_equal(inputs):
-                where = row[0].calls[0].where[0] if row[0].calls[0].where else None
                 return Difference(row[0].number, "samples", f"{facts.who} train on the same samples", "", where)
         *starts, one = [start for folder in (*ranks, first) for start, _ in read(folder / "start")] or [{}]
         for rank, start in enumerate(starts):
@@ -143,7 +145,7 @@ class Runs:
         one = rows_of(first)
         if not self._args.reference or mine == one or not one or not mine:
             return None
-        return Difference(1, "samples", f"the ranks train {mine} samples in a step, one process {one}", "", None)
+        return Difference(1, "samples", f"the ranks train {mine} samples in a step, one process {one}", "", where)
 
     def _why_not(self, ranks: list[Path], difference: Difference) -> str:
         """Return why a difference may come from the inputs, "" if it does not."""
