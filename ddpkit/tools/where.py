@@ -158,7 +158,8 @@ def request_stack(pid: int, number: int, file: Path) -> str:
 
 
 def _frames(text: str) -> list[str]:
-    """List the calls of a stack, the outermost first."""
+    """List the calls of the main thread, which Python writes last, the outermost first."""
+    text = text.rpartition("most recent call first")[2]
     frames = [f"{short_path(path)}:{line} {name}" for path, line, name in _FRAME.findall(text)]
     for number, frame in enumerate(frames):
         if frame.endswith(" _worker_loop"):  # what is around it is that of the rank when it forked the worker

@@ -122,17 +122,28 @@ STACKS = "ddpkit-stacks"
 STACK_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 3
 
 
+def mask_stack_signal(how: int) -> None:
+    """Let this thread, and those that it starts, not be interrupted by a signal for the stacks, or let it again."""
+    if signal.getsignal(STACK_SIGNAL) == signal.SIG_DFL:
+        signal.pthread_sigmask(how, {STACK_SIGNAL})
+
+
+os.register_at_fork(after_in_child=lambda: mask_stack_signal(signal.SIG_UNBLOCK))
+
+
 @contextmanager
 def readable_stacks() -> Iterator[None]:
     """Let `where` read the stacks of this process and of loader workers that it forks, also without the interpreter.
 
-    A signal makes Python write the stack into a file in memory, which other processes of the same user find in `/proc`.
+    A signal, which this thread takes, makes Python write the stacks into a file in memory, which other processes of the
+    same user find in `/proc`. The main thread sleeps on in C, which would return early.
     """
+    mask_stack_signal(signal.SIG_UNBLOCK)
     file = None
     if hasattr(os, "memfd_create") and signal.getsignal(STACK_SIGNAL) == signal.SIG_DFL:  # on Linux, and free
         with suppress(OSError):
             file = os.memfd_create(STACKS)
-            faulthandler.register(STACK_SIGNAL, file=file, all_threads=False)
+            faulthandler.register(STACK_SIGNAL, file=file)
     try:
         yield
     finally:

@@ -13,6 +13,7 @@ import json
 import logging
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import threading
@@ -44,6 +45,7 @@ from .messages import (
     StopRequest,
     children_of,
     describe_main_thread,
+    mask_stack_signal,
     parent_of,
     readable_stacks,
 )
@@ -104,6 +106,7 @@ class WatchThread(threading.Thread):
         self._asks_after = _LONG_WAIT  # seconds after its last collective at which rank 0 asks what the others do
         self.stop_agreement = StopAgreement(len(session.hosts))
         _everywhere.add(self.connections)
+        mask_stack_signal(signal.SIG_BLOCK)
         self.start()
 
     def wait_for_children(self, timeout: timedelta) -> None:
@@ -138,6 +141,7 @@ class WatchThread(threading.Thread):
         self._closing = True  # only now: the thread then closes all connections
         self.connections.wake()
         self.join(_LAST_WORDS)
+        mask_stack_signal(signal.SIG_UNBLOCK)
         self._main_thread.close()
 
     def detach(self) -> None:

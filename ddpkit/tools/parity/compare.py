@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..check.facts import joined, name_some
 from ..check.source import Place
+from ..cli import count
 from ..recorder import Record
 from .inputs import Batch, read
 from .rank import Event, Tensors, pair
@@ -92,7 +93,6 @@ class Comparison:
     uses_cuda: bool = False
     unsteady: list[str] = field(default_factory=list)
     _has_gradients: bool = False
-    _begun: list[Tensors] = field(default_factory=list)  # the ranks' buffers and averages at the first step
     _sure: dict[str, Tensor] = field(default_factory=dict)  # elements, by parameter
 
     def find(self) -> Difference | None:
@@ -133,7 +133,6 @@ class Comparison:
             raise UncomparableError(f"the {WORDS[thing]} of one process are not finite at step {step.number}")
         if thing == "others":
             one = self._steady(one, again)
-            self._begun = self._begun or ranks
         if thing == "unclipped":
             added = {name: torch.stack([mine[name] for mine in ranks]).sum(0) for name in one}
             is_own = not step.is_equal(thing)
@@ -146,10 +145,7 @@ class Comparison:
         again = step.things[-1][thing]
         floor = self.precision * (_OF_UPDATES if thing == "update" else 1.0)
         for rank, mine in enumerate(ranks):
-            changed = one
-            if thing == "others" and rank and step.number > 1:  # an average may be kept by the first rank only
-                changed = {name: one[name] for name in one if not _are_equal(mine, self._begun[rank], name)}
-            names, size, rounding = measure(mine, changed, again, floor)
+            names, size, rounding = measure(mine, one, again, floor)
             if rounding > _NOISY and thing == "update":  # of equal gradients
                 self.unsteady.append("updates")
                 return None
@@ -276,10 +272,6 @@ def _flat(tensors: Tensors, names: list[str]) -> Tensor:
     return torch.cat([tensors[name].flatten() for name in names])
 
 
-def _are_equal(mine: Tensors, others: Tensors, name: str) -> bool:
-    return name in mine and name in others and torch.equal(mine[name], others[name])
-
-
 def _ratio(mine: Tensor, one: Tensor) -> float | None:
     """Return the factor by which numbers are a multiple of others, None if they are none, or too close."""
     ratio = (mine @ one / (one @ one)).item() if one.any() else 0.0
@@ -292,7 +284,7 @@ def _differing(events: Sequence[Event]) -> Iterator[str]:
     *ranks, one = [event.settings for event in events]
     for rank, mine in enumerate(ranks):
         if len(mine) != len(one):
-            yield f"rank {rank} has {len(mine)} groups of parameters, one process {len(one)}"
+            yield f"rank {rank} has {count(len(mine), 'group')} of parameters, one process {len(one)}"
         for group, other in zip(mine, one, strict=False):
             for name in sorted(group.keys() & other.keys(), key=lambda name: (name != "lr", name)):
                 if not math.isclose(group[name], other[name], rel_tol=_FLOOR):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import pickle
 import random
@@ -26,7 +27,7 @@ from ...data.loader import Loader
 from ...errors import DdpkitError
 from ..check.loaders import Cut, KnownLoader, Samples, role_of
 from ..check.observed import End, tell
-from ..check.source import stack
+from ..check.source import is_own, stack
 from ..recorder import Function, after, current, guarded, replace, size_of
 
 _LIKE = ("rand_like", "randn_like", "randint_like")
@@ -42,6 +43,17 @@ class _Pickler(pickle.Pickler):
         if type(value) is not Tensor or value.dtype == torch.bfloat16:  # which NumPy does not know
             return NotImplemented
         return torch.from_numpy, (value.numpy(force=True).copy(),)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads what another script has written, whose classes are in another module here, or not known."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        with suppress(AttributeError, ImportError):
+            return super().find_class(module, name)
+        own = [each for each in list(sys.modules.values()) if is_own(getattr(each, "__file__", None) or "<unknown>")]
+        found = (vars(each).get(name) for each in own)
+        return next(filter(inspect.isclass, found), type(name, (), {}))
 
 
 def pack(value: Any) -> bytes:
@@ -82,7 +94,7 @@ class Batch(NamedTuple):
     @property
     def parts(self) -> Any:
         """Return what the dataset has returned, without padding."""
-        samples = pickle.loads(self.samples)
+        samples = _Unpickler(io.BytesIO(self.samples)).load()
         return samples if self.is_made else samples[: self.real]
 
     @property

@@ -179,7 +179,8 @@ class Training:
     _seen: dict[Any, tuple[Tensors, Tensors]] = field(default_factory=dict)  # parameters and gradients before a step
     _given: dict[int, list[Tensors]] = field(default_factory=dict)  # the ranks' parameters, from the last step on
     _arrived: dict[Any, Tensors] = field(default_factory=dict)  # those of this process, before it took the ranks'
-    _held: Tensors = field(default_factory=dict)
+    _begun: Tensors = field(default_factory=dict)  # buffers and averages at the start
+    _held: Tensors = field(default_factory=dict)  # now
     _stepped: list[Optimizer] | None = None  # since the last call of a network in training, None before the first
     _precision: float = 0.0
 
@@ -208,6 +209,7 @@ class Training:
         others = self._others()
         if self._stepped is None:
             self._start(optimizers, others)
+            self._begun = _copies(others)
         self._held = _copies(others)
         stepped, self._stepped = self._stepped or [], []
         for optimizer in stepped:
@@ -234,13 +236,22 @@ class Training:
     def _others(self) -> Tensors:
         """Name what networks hold that is no parameter of an optimizer."""
         known = self.loop.parameters()
-        found = {}
+        found: Tensors = {}
         for variable, root in roots(_DEPTH):
+            held = {}
             for name, tensor in chain(root.named_parameters(), root.named_buffers()):
                 is_trained = id(tensor) in known and tensor.requires_grad
                 if not is_trained and tensor.is_floating_point():
-                    found[f"{variable}.{name}"] = tensor
+                    held[f"{variable}.{name}"] = tensor
+            if self._is_kept(root, held):
+                found |= held
         return found
+
+    def _is_kept(self, network: nn.Module, held: Tensors) -> bool:
+        """Return whether this rank uses or changes a network: an average may be kept by the first one only."""
+        if os.environ["RANK"] == "0" or self._stepped is None or self.loop.modules.is_used(network):
+            return True
+        return any(not torch.equal(now, self._begun.get(name, -now)) for name, now in _copies(held).items())
 
     def _cast(self, context: torch.autocast) -> None:
         if context._enabled:
