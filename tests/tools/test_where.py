@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -73,7 +74,7 @@ def job(
             process.join()
 
 
-def until(is_so: Callable[[], bool]) -> None:
+def until(is_so: Callable[[], object]) -> None:
     end = time.monotonic() + PATIENCE
     while not is_so():
         assert time.monotonic() < end
@@ -182,6 +183,32 @@ def test_stacks_of_loader_workers_and_of_a_rank_that_holds_the_interpreter_are_s
         assert re.search(rf"^rank 1, pid {crew[1].pid}: runs$", shown, re.MULTILINE), shown
         assert re.search(r"^loader workers of rank 0, pid \d+, \d+: sleeps$", shown, re.MULTILINE), shown
         assert all(process.is_alive() for process in crew)
+
+
+def sleep_in_c() -> None:
+    with ddpkit.distributed() as context:
+        folder = Path(os.environ["READY"])
+        (folder / f"{context.rank}").touch()
+        failed = 0
+        while context.rank == 1 and not (folder / "asked").exists():
+            failed += ctypes.PyDLL(None).usleep(3_000_000)  # -1 if a signal interrupts it; it holds the interpreter
+        (folder / f"failed-{context.rank}").write_text(f"{failed}")
+        time.sleep(PATIENCE)
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
+def test_a_rank_whose_stack_is_read_sleeps_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with job(2, tmp_path, body=sleep_in_c) as (port, _):
+
+        def is_shown() -> bool:
+            cli.main(["where", "--job", f"127.0.0.1:{port}"])
+            shown = capsys.readouterr().out
+            return re.search(r"^rank 1, pid \d+: sleeps$.* sleep_in_c$", shown, re.MULTILINE | re.DOTALL) is not None
+
+        until(is_shown)
+        (tmp_path / "asked").touch()
+        until(lambda: (tmp_path / "failed-1").exists() and (tmp_path / "failed-1").read_text())
+        assert (tmp_path / "failed-1").read_text() == "0"
 
 
 def test_where_there_is_no_job_to_ask_the_reason_is_said(tmp_path: Path) -> None:
