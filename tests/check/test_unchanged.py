@@ -12,6 +12,7 @@ from processes import platform_env, run
 
 from ddpkit.tools import check
 from ddpkit.tools.parity import rank as parity
+from ddpkit.tools.parity.inputs import Plan
 from ddpkit.tools.ranks import Script, run_script
 from ddpkit.tools.recorder import Recorder
 
@@ -32,7 +33,7 @@ def begin(name: str, observers: str, folder: Path) -> None:
     ended = os.open(os.devnull, os.O_RDONLY)
     if observers == "check":
         check.be_rank(script, STEPS, recorder, ended)
-    parity.be_rank(script, parity.Plan(STEPS, folder, keep=("dropout", "batch norm")), recorder, ended)
+    parity.be_rank(script, Plan(STEPS, folder, keep=("dropout", "batch norm")), recorder, ended)
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.storm) for n in NAMES])

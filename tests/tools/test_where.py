@@ -196,6 +196,7 @@ def sleep_in_c() -> None:
         time.sleep(PATIENCE)
 
 
+@pytest.mark.storm
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
 def test_a_rank_whose_stack_is_read_sleeps_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with job(2, tmp_path, body=sleep_in_c) as (port, _):

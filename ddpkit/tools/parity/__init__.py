@@ -20,8 +20,8 @@ from ..cuda import ON_THE_CPU
 from ..ranks import FOLDER, Ranks, Script, add_script, exit_when_terminated
 from ..recorder import Record
 from .compare import WORDS, Comparison, Difference, UncomparableError, batches_in, compare_lines, rows_of
-from .inputs import count_by_source, pair_sources, read, read_ranks
-from .rank import Plan, Tensors, be_rank, pair
+from .inputs import Plan, count_by_source, pair_sources, read, read_ranks
+from .rank import Tensors, be_rank, pair
 
 SCHEMA = 1  # of the JSON object; raised when a field changes its meaning or goes away
 _BAD_SCRIPT = 2

@@ -141,43 +141,56 @@ def pair_sources(own: Iterable[str], others: Sequence[str]) -> dict[str, str]:
     return pairs
 
 
+@dataclass
+class Plan:
+    """How a process takes part.
+
+    Attributes:
+        steps: The optimizer steps that it makes.
+        folder: Takes its files, and is where it works.
+        ranks: The folders of the ranks whose samples it gets, none for a rank.
+        pairs: The ranks' sources of samples and of random numbers, by those of this process.
+        merged: The ranks' sources that others go on with.
+        one_by_one: The ranks' sources of which it gets each rank's batch by itself.
+        times: By which loaders' batches are larger than the script says, as those of all ranks together are.
+        permuted: Whether the rows of batches come in another order.
+        keep: What of "dropout" and "batch norm" stays as it is.
+    """
+
+    steps: int
+    folder: Path
+    ranks: list[Path] = field(default_factory=list)
+    pairs: dict[str, str] = field(default_factory=dict)
+    merged: dict[str, str] = field(default_factory=dict)
+    one_by_one: tuple[str, ...] = ()
+    times: int = 1
+    permuted: bool = False
+    keep: tuple[str, ...] = ()
+
+
 class Served:
     """What the ranks got, for one process that gets it all.
 
-    Args:
-        folders: The ranks' files.
-        pairs: The ranks' sources by those of the process.
-        merged: The ranks' sources that others go on with.
-        one_by_one: The ranks' sources of which the process gets each rank's batch by itself, one after the other.
-        permuted: Whether rows come in another order.
-
     Attributes:
+        plan: How the process gets it.
         loops: The batches of each loop, those of the ranks together, by source.
         draws: The random numbers of each draw, by source; where not all ranks draw, those of the first.
     """
 
-    def __init__(
-        self,
-        folders: Sequence[Path],
-        pairs: dict[str, str],
-        merged: dict[str, str],
-        one_by_one: Collection[str],
-        permuted: bool,
-    ) -> None:
-        self.pairs = pairs
-        self._permuted = permuted
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
         self._sizes: set[int] = set()  # of batches
         self.loops: dict[str, dict[int, list[list[Batch]]]] = {}
         self.draws: dict[str, list[list[Tensor]]] = {}
-        for key, row in _rows_of(read_ranks(folders, "batches"), one_by_one).items():
+        for key, row in _rows_of(read_ranks(plan.ranks, "batches"), plan.one_by_one).items():
             source, loop = key[:2]
             self.loops.setdefault(source, {}).setdefault(loop, []).append(row)
-        by_rank = read_ranks(folders, "draws")
+        by_rank = read_ranks(plan.ranks, "draws")
         for draws in by_rank:
-            draws[:] = [draw._replace(source=merged.get(draw.source, draw.source)) for draw in draws]
+            draws[:] = [draw._replace(source=plan.merged.get(draw.source, draw.source)) for draw in draws]
         shared = set.intersection(*({draw.source for draw in draws} for draws in by_rank))
         by_rank[1:] = [[draw for draw in draws if draw.source in shared] for draws in by_rank[1:]]
-        for key, row in _rows_of(by_rank, one_by_one).items():
+        for key, row in _rows_of(by_rank, plan.one_by_one).items():
             self.draws.setdefault(key[0], []).append([draw.drawn for draw in row])
 
     def collate(self, row: list[Batch], collate: Function) -> Any:
@@ -199,7 +212,7 @@ class Served:
 
     def _order(self, rows: int) -> list[int]:
         """Return the order of rows: one that is always the same for as many, so that what belongs together stays so."""
-        if not self._permuted:
+        if not self.plan.permuted:
             return list(range(rows))
         order: list[int] = torch.randperm(rows, generator=torch.Generator().manual_seed(rows)).tolist()
         return order
@@ -240,14 +253,12 @@ class Inputs:
     Attributes:
         path: Takes the batches.
         served: What the training gets instead, if anything.
-        times: By which batches are larger than the script says, as those of all ranks together are.
         samples: The loaders that `check` knows.
         is_fetching: Whether a loader makes a batch now.
     """
 
     path: Path
     served: Served | None
-    times: int
     samples: Samples = field(init=False)
     is_fetching: bool = False
     _pending: list[tuple[KnownLoader, Any, Batch]] = field(default_factory=list)  # since the last step
@@ -273,8 +284,8 @@ class Inputs:
     def _enlarging(self, original: Function) -> Function:
         def call(loader: Any, dataset: Any, batch_size: Any = 1, *args: Any, **kwargs: Any) -> None:
             has_size = batch_size and "batch_sampler" not in kwargs
-            if has_size and self.served and role_of(stack(), dataset) in self.served.pairs:
-                batch_size *= self.times
+            if has_size and self.served and role_of(stack(), dataset) in self.served.plan.pairs:
+                batch_size *= self.served.plan.times
             original(loader, dataset, batch_size, *args, **kwargs)
 
         return call
@@ -296,7 +307,7 @@ class Inputs:
                 iterator.loop = self._loops[known.role]
                 self._loops[known.role] += 1
             if known and self.served:
-                source = self.served.pairs.get(known.role, "")
+                source = self.served.plan.pairs.get(known.role, "")
                 loop = self.served.loops.get(source, {}).get(iterator.loop)
             if loop is not None:
                 return self._serve(loop, iterator)
@@ -399,7 +410,7 @@ class Draws:
         if self.served is None:
             append(self.path, draw)
             return None
-        source = self.served.pairs.get(draw.source, draw.source)
+        source = self.served.plan.pairs.get(draw.source, draw.source)
         calls = self.served.draws.get(source, [])[self._counts[source] :]
         self._counts[source] += 1
         if not calls:

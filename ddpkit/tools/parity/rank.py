@@ -27,39 +27,12 @@ from ..check.steps import has_closure, names_of
 from ..check.training_loop import TrainingLoop
 from ..ranks import Script
 from ..recorder import Function, Recorder, before, current, guarded, parameters_of, replace
-from .inputs import Draws, Inputs, Served, append, read
+from .inputs import Draws, Inputs, Plan, Served, append, read
 
 Tensors = dict[str, Tensor]
 _WRAPPERS = {"module", "_orig_mod", "_forward_module", "_original_module", "_checkpoint_wrapped_module"}
 _DEPTH = 4  # of objects and containers in which networks are looked for
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
-
-
-@dataclass
-class Plan:
-    """How a process takes part.
-
-    Attributes:
-        steps: The optimizer steps that it makes.
-        folder: Takes its files, and is where it works.
-        ranks: The folders of the ranks whose samples it gets, none for a rank.
-        pairs: The ranks' sources of samples and of random numbers, by those of this process.
-        merged: The ranks' sources that others go on with.
-        one_by_one: The ranks' sources of which it gets each rank's batch by itself.
-        times: By which loaders' batches are larger than the script says.
-        permuted: Whether the rows of batches come in another order.
-        keep: What of "dropout" and "batch norm" stays as it is.
-    """
-
-    steps: int
-    folder: Path
-    ranks: list[Path] = field(default_factory=list)
-    pairs: dict[str, str] = field(default_factory=dict)
-    merged: dict[str, str] = field(default_factory=dict)
-    one_by_one: tuple[str, ...] = ()
-    times: int = 1
-    permuted: bool = False
-    keep: tuple[str, ...] = ()
 
 
 class Event(NamedTuple):
@@ -82,8 +55,8 @@ def be_rank(script: Script, plan: Plan, recorder: Recorder, control: int) -> int
     folder = plan.folder / os.environ["RANK"]
     folder.mkdir()
     os.chdir(plan.folder / "run" / "work")
-    served = Served(plan.ranks, plan.pairs, plan.merged, plan.one_by_one, plan.permuted) if plan.ranks else None
-    inputs = Inputs(folder / "batches", served, plan.times)
+    served = Served(plan) if plan.ranks else None
+    inputs = Inputs(folder / "batches", served)
     inputs.install()
     ending = _Ending(plan.steps, control, is_served=bool(served and served.loops))
     inputs.samples, loop = observe(ending)
@@ -180,6 +153,7 @@ class Training:
     _given: dict[int, list[Tensors]] = field(default_factory=dict)  # the ranks' parameters, from the last step on
     _arrived: dict[Any, Tensors] = field(default_factory=dict)  # those of this process, before it took the ranks'
     _begun: Tensors = field(default_factory=dict)  # buffers and averages at the start
+    _trained: set[int] = field(default_factory=set)  # identities of parameters
     _held: Tensors = field(default_factory=dict)  # now
     _stepped: list[Optimizer] | None = None  # since the last call of a network in training, None before the first
     _precision: float = 0.0
@@ -206,7 +180,7 @@ class Training:
         optimizers = list(self.loop.optimizers)
         if not optimizers:
             return
-        others = self._others()
+        others = self._others(optimizers)
         if self._stepped is None:
             self._start(optimizers, others)
             self._begun = _copies(others)
@@ -216,12 +190,12 @@ class Training:
             number = self.loop.known(optimizer).number
             self._given[number] = coming = self._given.get(number, [])[1:]
             if coming:
-                self._arrived[optimizer] = _copies(_named(optimizer))
-                _take(_named(optimizer), coming[0])
+                self._arrived[optimizer] = _copies(self._named(optimizer))
+                _take(self._named(optimizer), coming[0])
 
     def _start(self, optimizers: list[Optimizer], others: Tensors) -> None:
         """Write with what the training begins, or begin with what the ranks have."""
-        own = {name: p for optimizer in optimizers for name, p in _named(optimizer).items()}
+        own = {name: p for optimizer in optimizers for name, p in self._named(optimizer).items()}
         if not self.given:
             append(self.folder / "start", (_copies(own), _copies(others)))
             return
@@ -233,15 +207,23 @@ class Training:
         for event in read(self.given[0] / "events"):
             self._given.setdefault(event.optimizer, []).append(event.before)
 
-    def _others(self) -> Tensors:
-        """Name what networks hold that is no parameter of an optimizer."""
-        known = self.loop.parameters()
+    def _named(self, optimizer: Optimizer) -> Tensors:
+        """Name the parameters that an optimizer has trained, or will; it may have others, which stay frozen."""
+        self._trained |= {id(parameter) for parameter in parameters_of(optimizer) if parameter.requires_grad}
+        parameters = [parameter for parameter in parameters_of(optimizer) if id(parameter) in self._trained]
+        return dict(zip(names_of(parameters), parameters, strict=True))
+
+    def _gradients(self, optimizer: Optimizer) -> Tensors:
+        return _copies({name: p.grad for name, p in self._named(optimizer).items() if p.grad is not None})
+
+    def _others(self, optimizers: list[Optimizer]) -> Tensors:
+        """Name what networks hold that no optimizer trains."""
+        trained = {id(parameter) for optimizer in optimizers for parameter in self._named(optimizer).values()}
         found: Tensors = {}
         for variable, root in roots(_DEPTH):
             held = {}
             for name, tensor in chain(root.named_parameters(), root.named_buffers()):
-                is_trained = id(tensor) in known and tensor.requires_grad
-                if not is_trained and tensor.is_floating_point():
+                if id(tensor) not in trained and tensor.is_floating_point():
                     held[f"{variable}.{name}"] = tensor
             if self._is_kept(root, held):
                 found |= held
@@ -264,21 +246,21 @@ class Training:
     def _clip(self) -> None:
         if not self._unclipped:
             self._lines["clip"] = stack()
-            self._unclipped = {optimizer: _gradients(optimizer) for optimizer in list(self.loop.optimizers)}
+            self._unclipped = {optimizer: self._gradients(optimizer) for optimizer in list(self.loop.optimizers)}
 
     def _begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._seen:  # it is a part of another
             return
         if self._stepped is None or optimizer in self._stepped:  # it calls the network itself, by a closure
             self._prepare()
-        self._seen[optimizer] = _copies(_named(optimizer)), _gradients(optimizer)
+        self._seen[optimizer] = _copies(self._named(optimizer)), self._gradients(optimizer)
 
     def _ended(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer not in self._seen:
             return
         parameters, gradients = self._seen.pop(optimizer)
         if has_closure(args, kwargs):
-            gradients = _gradients(optimizer)
+            gradients = self._gradients(optimizer)
         event = Event(
             optimizer=self.loop.known(optimizer).number,
             others=self._held,
@@ -288,22 +270,12 @@ class Training:
             before=parameters,
             unclipped=self._unclipped.get(optimizer, gradients),
             gradients=gradients,
-            after=_copies(_named(optimizer)),
+            after=_copies(self._named(optimizer)),
             precision=max(self._precision, *(torch.finfo(p.dtype).eps for p in parameters.values())),
         )
         append(self.folder / "events", event)
         self._stepped = [*(self._stepped or []), optimizer]
         self.inputs.begin_step()
-
-
-def _named(optimizer: Optimizer) -> Tensors:
-    """Name the parameters of an optimizer that are trained; it may have frozen ones, too."""
-    parameters = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
-    return dict(zip(names_of(parameters), parameters, strict=True))
-
-
-def _gradients(optimizer: Optimizer) -> Tensors:
-    return _copies({name: p.grad for name, p in _named(optimizer).items() if p.grad is not None})
 
 
 @torch.no_grad()
