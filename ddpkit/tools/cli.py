@@ -53,6 +53,11 @@ _TOOLS = {
 _DOCS = "TOOL --help lists its flags and its page of the docs; in Python, help(ddpkit) is about the library."
 _INTERRUPTED = 130  # exit codes as a shell reports them
 _BROKEN_PIPE = 141
+BAD_SCRIPT = 2
+
+
+class UnfitScriptError(Exception):
+    """Why a tool cannot do its work with a script: a sentence, and lines that belong to it."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -76,6 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = import_module(f".{args.tool}", __package__).run(args)
         sys.stdout.flush()
+    except UnfitScriptError as error:
+        reason, *details = error.args
+        show("\n    ".join([f"ddpkit {args.tool}: {reason}", *details]), on_stderr=True)
+        return BAD_SCRIPT
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:  # `| head` has read enough
@@ -214,6 +223,13 @@ def positive(text: str) -> int:
     """Read a flag that is a positive number."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def several(text: str) -> int:
+    """Read a flag that is a number of ranks to be compared."""
+    if positive(text) == 1:
+        raise argparse.ArgumentTypeError("at least 2 are needed")
     return int(text)
 
 

@@ -27,11 +27,12 @@ import numpy as np
 import torch
 from torch.nn.modules import module as hooks
 
+from .. import LaunchError, detect_launch
 from ..launch import detection
 from ..launch.process_tree import child_processes
 from ..rendezvous.store import host_on
 from ..spawning import describe_exit, rank_environment, replace_environment
-from .cli import positive_seconds
+from .cli import UnfitScriptError, positive_seconds
 from .recorder import Record, Recorder
 from .where import request_stack
 
@@ -165,8 +166,20 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def exit_when_terminated() -> None:
-    """Let SIGTERM end this process as an exception does, so that what it has begun is ended, too."""
+def prepare(args: argparse.Namespace) -> None:
+    """Look if the script can be run, and let SIGTERM end this process as an exception does, with what it has begun.
+
+    Raises:
+        UnfitScriptError: If there is no such script, or a launcher has started this process.
+    """
+    try:
+        launch = detect_launch()
+    except LaunchError as error:
+        raise UnfitScriptError(str(error)) from None
+    if launch.world_size > 1:
+        raise UnfitScriptError("it starts ranks itself, -n of them: start it once, without a launcher.")
+    if not args.module and not os.path.isfile(args.script):
+        raise UnfitScriptError(f"{args.script}: there is no such file.")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 

@@ -149,7 +149,7 @@ def test_an_example_is_equal_to_one_process(words: str, ranks: str, tmp_path: Pa
     [
         ("played.py", "trains from no DataLoader"),
         ("nowhere.py", "there is no such file"),
-        ("--ranks 1 played.py", "-n must be at least 2"),
+        ("--ranks 1 played.py", "at least 2 are needed"),
         ("--reference nowhere.py played.py", "there is no such file"),
         ("idle.py", "without a step of a torch optimizer"),
         ("raising.py", "ValueError: a bug"),

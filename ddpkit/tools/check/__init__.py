@@ -15,11 +15,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ... import LaunchError, detect_launch
-from ..cli import annotate, columns, count, paint, positive, show, wrap
+from ..cli import BAD_SCRIPT, annotate, columns, count, paint, positive, several, show, wrap
 from ..cuda import ON_THE_CPU
 from ..joining import join_here
-from ..ranks import Ranks, Script, add_script, describe, exit_when_terminated, run_script
+from ..ranks import Ranks, Script, add_script, describe, prepare, run_script
 from ..recorder import Recorder, before, current
 from . import collectives, gradients, random_numbers, samples, training_loop
 from .collectives import Collectives
@@ -204,13 +203,11 @@ class Accepted:
 
 # Check a script.
 
-_BAD_SCRIPT = 2
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add = parser.add_argument
-    add("-n", "--ranks", type=positive, default=2, metavar="N", help="processes to start (2)")
+    add("-n", "--ranks", type=several, default=2, metavar="N", help="processes to start (2)")
     add("--steps", type=positive, default=5, metavar="N", help="optimizer steps of an epoch (5); longer epochs are cut")
     add("--accept", type=Accepted, default=os.devnull, metavar="FILE", help="accept what it lists; write it if new")
     more = "exit with 1 also for what is suspicious, or for one kind of it; can be repeated"
@@ -226,17 +223,7 @@ def run(args: argparse.Namespace) -> int:
         The exit code: 1 if something is wrong, or named by `--fail-on`, and not accepted; 2 if the script could not be
         checked; else 0.
     """
-    try:
-        launch = detect_launch()
-    except LaunchError as error:
-        return _refuse(str(error))
-    if launch.world_size > 1:
-        return _refuse("it starts ranks itself, -n of them: start it once, without a launcher.")
-    if not args.module and not os.path.isfile(args.script):
-        return _refuse(f"{args.script}: there is no such file.")
-    if args.ranks == 1:
-        return _refuse("-n must be at least 2.")
-    exit_when_terminated()
+    prepare(args)
     script = Script(args.script, args.arguments, args.module)
     with Ranks(partial(be_rank, script, args.steps), args.ranks, args.device) as ranks:
         return _report(args, Watch(ranks, args.timeout, LONGEST * args.steps).run())
@@ -260,12 +247,7 @@ def _report(args: argparse.Namespace, outcome: Outcome) -> int:
             annotate(level, text, title=finding.kind, **(finding.where.as_json() if finding.where else {}))
     if any(not {finding.severity, finding.kind}.isdisjoint(args.fail_on) for finding in findings):
         return 1
-    return _BAD_SCRIPT if outcome.trouble else 0
-
-
-def _refuse(reason: str) -> int:
-    show(f"ddpkit check: {reason}", on_stderr=True)
-    return _BAD_SCRIPT
+    return BAD_SCRIPT if outcome.trouble else 0
 
 
 # Be one rank of the script.

@@ -15,22 +15,21 @@ from typing import Any
 from ..check.facts import Facts, Watch, all_equal, joined
 from ..check.loaders import LONGEST
 from ..check.observed import Cuda, End
-from ..cli import annotate, announce, checked_by, count, paint, positive, show, table, wrap
+from ..cli import UnfitScriptError, annotate, announce, checked_by, count, paint, positive, several, show, table, wrap
 from ..cuda import ON_THE_CPU
-from ..ranks import FOLDER, Ranks, Script, add_script, exit_when_terminated
+from ..ranks import FOLDER, Ranks, Script, add_script, prepare
 from ..recorder import Record
 from .compare import WORDS, Comparison, Difference, UncomparableError, batches_in, compare_lines, rows_of
 from .inputs import Plan, count_by_source, pair_sources, read, read_ranks
 from .rank import Tensors, be_rank, pair
 
 SCHEMA = 1  # of the JSON object; raised when a field changes its meaning or goes away
-_BAD_SCRIPT = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add = parser.add_argument
-    add("-n", "--ranks", type=positive, default=2, metavar="N", help="processes to start (2)")
+    add("-n", "--ranks", type=several, default=2, metavar="N", help="processes to start (2)")
     add("--steps", type=positive, default=5, metavar="N", help="optimizer steps that are compared (5)")
     add("--reference", metavar="FILE", help="the script of one process; without it, the same with its arguments")
     more = "arguments of the script on one process, added to those of the same script"
@@ -221,17 +220,11 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         The exit code: 0 if they are equal, 1 if they differ, 2 if they could not be compared.
     """
-    exit_when_terminated()
-    for path in filter(None, [args.reference, not args.module and args.script]):
-        if not os.path.isfile(path):
-            return _refuse(f"{path}: there is no such file.")
-    if args.ranks == 1:
-        return _refuse("-n must be at least 2.")
+    prepare(args)
+    if args.reference and not os.path.isfile(args.reference):
+        raise UnfitScriptError(f"{args.reference}: there is no such file.")
     with tempfile.TemporaryDirectory(prefix="ddpkit-parity-") as folder:
-        try:
-            found, comparison = Runs(args, Path(folder)).compare()
-        except UncomparableError as error:
-            return _refuse(f"could not compare: {error}")
+        found, comparison = Runs(args, Path(folder)).compare()
     if args.json:
         print(as_json(args, found, comparison))
     else:
@@ -239,8 +232,3 @@ def run(args: argparse.Namespace) -> int:
     if args.github and found and found.where:
         annotate("error", f"{found.evidence}. {found.cause}", **found.where.as_json())
     return int(found is not None)
-
-
-def _refuse(reason: str) -> int:
-    show(f"ddpkit parity: {reason}", on_stderr=True)
-    return _BAD_SCRIPT

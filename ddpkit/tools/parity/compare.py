@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..check.facts import joined, name_some
 from ..check.source import Place
-from ..cli import count
+from ..cli import UnfitScriptError, count
 from ..recorder import Record
 from .inputs import Batch, read
 from .rank import Event, Tensors, pair
@@ -35,8 +35,11 @@ WORDS = {  # in the order in which each explains the next
 }
 
 
-class UncomparableError(Exception):
+class UncomparableError(UnfitScriptError):
     """Why the two cannot be compared."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"could not compare: {reason}")
 
 
 class Difference(NamedTuple):

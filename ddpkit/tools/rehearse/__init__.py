@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shlex
 import shutil
@@ -13,11 +12,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..cli import checked_by, count, paint, positive, positive_seconds, show
+from ..cli import BAD_SCRIPT, checked_by, count, paint, positive, positive_seconds, show
 from ..cuda import ON_THE_CPU
-from ..ranks import FOLDER, add_script, exit_when_terminated
+from ..ranks import FOLDER, add_script, prepare
 from .rank import KINDS
-from .trials import Difference, Rehearsal, Run, Trial, UnfitScriptError
+from .trials import Difference, Rehearsal, Run, Trial
 
 # Print how the trials went, for people or as JSON.
 
@@ -134,7 +133,6 @@ def _run_as_json(run: Run) -> dict[str, Any]:
     }
 
 
-_BAD_SCRIPT = 2
 _TRIALS = 4  # each kind once
 
 
@@ -185,21 +183,16 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         The exit code: 1 if a trial went wrong; 2 if the script could not be rehearsed, or compared; else 0.
     """
-    exit_when_terminated()
+    prepare(args)
     folder = args.keep or Path(tempfile.mkdtemp(prefix="ddpkit-rehearse-"))
     try:
         return _rehearse(args, folder.resolve())
-    except UnfitScriptError as error:
-        show("\n    ".join(["ddpkit rehearse: " + error.args[0], *error.args[1:]]), on_stderr=True)
-        return _BAD_SCRIPT
     finally:
         if args.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _rehearse(args: argparse.Namespace, folder: Path) -> int:
-    if not args.module and not os.path.isfile(args.script):
-        raise UnfitScriptError(f"{args.script}: there is no such file.")
     folder.mkdir(parents=True, exist_ok=True)
     rehearsal = Rehearsal(args, folder)
     rehearsal.run_undisturbed()
@@ -219,5 +212,5 @@ def _rehearse(args: argparse.Namespace, folder: Path) -> int:
         show(render_end(rehearsal, trials))
     has_failed = any(trial.wrong for trial in trials) or never_resumes(trials)
     if not has_failed and rehearsal.reference is None:
-        return _BAD_SCRIPT
+        return BAD_SCRIPT
     return int(has_failed)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ...collectives.tree import flat_bytes
-from ..cli import announce, count
+from ..cli import UnfitScriptError, announce, count
 from ..ranks import FOLDER, Rank, Ranks, Script
 from ..recorder import Record
 from .rank import Disturbance, be_rank, signal_of
@@ -458,10 +458,6 @@ def _is_comparable(tensor: Tensor) -> bool:
 
 _FILE_TOLERANCE = 1e-3  # relative difference of tensors in files, where undisturbed runs agree exactly
 _WHOLE = "undisturbed"  # the folder of the first run
-
-
-class UnfitScriptError(Exception):
-    """The script cannot be rehearsed: the reason, and lines of its output."""
 
 
 @dataclass
