@@ -179,7 +179,7 @@ class Comparison:
         """Describe what differs, of a rank or of all."""
         of_one = step.things[-2][thing]
         is_part = len(one) < len(of_one)
-        some = name_some(list(one)) if is_part else f"all {len(one)}"
+        some = f"{name_some(list(one))}, of {len(of_one)}" if is_part else f"all {len(one)}"
         _, size, rounding = measure(mine, one, step.things[-1][thing], self.precision)
         ratio = _ratio(_flat(mine, list(one)), _flat(one, list(one)))
         much = f"{size:.2g} of their size apart" if ratio is None else f"{ratio:.3g} times those of one process"
@@ -196,7 +196,7 @@ class Comparison:
         if thing == "gradients" and not step.is_equal("unclipped"):
             return "each rank clips its own gradients, before their mean is taken", "clip"
         if thing == "parameters" and step.number == 1:
-            return "ranks begin with other parameters", "made"
+            return "ranks begin with other parameters, or the network changes them when it is called", "made"
         if thing == "parameters":
             return "changed after the last step, and before the network was called again", "step"
         if thing == "others" and step.number > 1:
@@ -229,7 +229,10 @@ class Comparison:
             return f"they add up the gradients of each rank's samples with the weights {shares}, for {joined(samples)}"
         if len(set(samples)) > 1:
             return f"a mean of means: each rank counts the same, with {joined(samples)} samples"
-        return "each rank counts the same: the loss divides by what differs between ranks, is a sum, or couples samples"
+        return (
+            "each rank counts the same: the loss divides by what differs between ranks, is a sum, or couples samples; "
+            "or something is added to the mean"
+        )
 
 
 def measure(mine: Tensors, one: Tensors, again: Tensors, floor: float) -> tuple[list[str], float, float]:
@@ -325,13 +328,13 @@ def compare_lines(
         told: What the first rank has told, one process, and this with permuted rows.
         world_size: The number of ranks.
         precision: Of the numbers by which the script computes.
-        steps: After as many, loops are cut: what is printed later is one stretch.
+        steps: The last one, after which loops are cut: what follows it is printed at it.
 
     Returns:
         The difference, None if there is none, and how many numbers were compared.
     """
     numbers = 0
-    first, *others = [_by_text(records, steps) for records in told]
+    first, *others = [_by_text(records) for records in told]
     for text, lines in first.items():
         for line, *same in zip(lines, *(table.get(text, []) for table in others), strict=False):
             for mine, one, again in zip(*(_NUMBER.findall(each["line"]) for each in (line, *same)), strict=True):
@@ -347,13 +350,13 @@ def compare_lines(
     return None, numbers
 
 
-def _by_text(records: list[Record], steps: int) -> dict[tuple[int, str], list[Record]]:
+def _by_text(records: list[Record]) -> dict[tuple[int, str], list[Record]]:
     """Put lines of one step together that differ in numbers only."""
     found: dict[tuple[int, str], list[Record]] = {}
     for record in records:
         if record["kind"] == "printed":
             line = " ".join(_MEASURED.sub("", record["line"]).split())
-            found.setdefault((min(record["step"], steps), _NUMBER.sub("#", line)), []).append(record | {"line": line})
+            found.setdefault((record["step"], _NUMBER.sub("#", line)), []).append(record | {"line": line})
     return found
 
 

@@ -340,7 +340,8 @@ class Inputs:
         try:
             return self.served.collate(given, iterator._collate_fn.collate)
         except (RuntimeError, ValueError) as error:
-            tell(End(error=f"the ranks' batches cannot be joined: {error}"))
+            how = " that the dataset makes, or collation by random numbers," if given[0].is_made else ""
+            tell(End(error=f"the ranks' batches{how} cannot be joined: {error}"))
             self.samples.ending.wait("end")
 
     def _shares(self, original: Function) -> Function:

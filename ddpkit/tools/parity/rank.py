@@ -154,6 +154,7 @@ class Training:
     _arrived: dict[Any, Tensors] = field(default_factory=dict)  # those of this process, before it took the ranks'
     _begun: Tensors = field(default_factory=dict)  # buffers and averages at the start
     _trained: set[int] = field(default_factory=set)  # identities of parameters
+    _names: dict[Any, list[str]] = field(default_factory=dict)  # of an optimizer's parameters
     _held: Tensors = field(default_factory=dict)  # now
     _stepped: list[Optimizer] | None = None  # since the last call of a network in training, None before the first
     _precision: float = 0.0
@@ -211,7 +212,9 @@ class Training:
         """Name the parameters that an optimizer has trained, or will; it may have others, which stay frozen."""
         self._trained |= {id(parameter) for parameter in parameters_of(optimizer) if parameter.requires_grad}
         parameters = [parameter for parameter in parameters_of(optimizer) if id(parameter) in self._trained]
-        return dict(zip(names_of(parameters), parameters, strict=True))
+        if len(self._names.get(optimizer, ())) != len(parameters):  # only once: other functions know other variables
+            self._names[optimizer] = names_of(parameters)
+        return dict(zip(self._names[optimizer], parameters, strict=True))
 
     def _gradients(self, optimizer: Optimizer) -> Tensors:
         return _copies({name: p.grad for name, p in self._named(optimizer).items() if p.grad is not None})

@@ -65,6 +65,11 @@ class Average:
             mine.lerp_(other, weight)
 
 
+def call(network: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Call a network, whose parameters have another name here than where the optimizer steps."""
+    return network(**batch)
+
+
 class Trainer:
     def __init__(self) -> None:
         network = Contrast()
@@ -89,7 +94,7 @@ class Trainer:
 
     def backward(self, batch: dict[str, Tensor]) -> Tensor:
         self.optimizer.zero_grad()
-        loss = self.model(**batch)
+        loss = call(self.model, batch)
         loss.backward()
         return loss
 
