@@ -74,6 +74,7 @@ class Trainer:
     def __init__(self) -> None:
         network = Contrast()
         self.model = DistributedDataParallel(network, broadcast_buffers=False)
+        self.network, self.first = network, copy.deepcopy(network)
         self.averages = [Average(network)]
         known = [*network.parameters()]
         if kind == "fewer" and rank == 1:
