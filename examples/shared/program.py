@@ -205,6 +205,14 @@ def _close_log_files() -> None:
             handler.close()
 
 
+@torch.no_grad()
+def update_average(average: torch.nn.Module, model: torch.nn.Module, keep: float) -> None:
+    """Update parameters as E = keep · E + (1 − keep) · G, and copy buffers, which a model may replace by new ones."""
+    torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1 - keep)
+    for buffer, other in zip(average.buffers(), model.buffers(), strict=True):
+        buffer.copy_(other)
+
+
 def stop_if_not_finite(first_bad: torch.Tensor, step: int, model: torch.nn.Module, advice: str) -> None:
     """Raise on every rank if a loss or weights are not finite after a step. Collective.
 

@@ -31,9 +31,8 @@ from deblurring.training import (
     make_optimizer,
     set_learning_rates,
     take_settings,
-    update_average,
 )
-from shared.program import stop_if_not_finite, user_error
+from shared.program import stop_if_not_finite, update_average, user_error
 from tqdm import tqdm
 
 import ddpkit

@@ -12,12 +12,11 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from shared.program import check_shape, evaluating
+from shared.program import check_shape, evaluating, update_average
 from torch import nn
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from .networks import ResNet, make_network
-from .samples import Statistics, crop, crop_size
+from .samples import CONSTANT, Statistics, crop, crop_size
 
 AMP = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -90,7 +89,8 @@ class DiffusionPolicy(nn.Module):
     def _action_range(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the middle and half the range of each number of an action."""
         reach = (self.high - self.low) / 2
-        return (self.high + self.low) / 2, torch.where(reach > 1e-4, reach, 1.0)
+        least = CONSTANT * torch.maximum(self.high.abs(), self.low.abs())
+        return (self.high + self.low) / 2, torch.where(reach > least, reach, 1.0)
 
     def _see(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Join the observations into one vector, (batch, numbers)."""
@@ -167,14 +167,8 @@ class EMA(nn.Module):
         super().__init__()
         self.power, self.policy = power, deepcopy(policy).requires_grad_(False)
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
-        self._averages, self._weights = list(self.policy.parameters()), list(policy.parameters())
-        self._buffers_of_policy = list(policy.buffers())
 
-    @torch.no_grad()
-    def update(self) -> None:
+    def update(self, policy: DiffusionPolicy) -> None:
         """Update the average after an optimiser step."""
         self.updates += 1
-        keep = min(1 - int(self.updates) ** -self.power, 0.9999)
-        get_ema_multi_avg_fn(keep)(self._averages, self._weights, self.updates)
-        for buffer, other in zip(self.policy.buffers(), self._buffers_of_policy, strict=True):
-            buffer.copy_(other)
+        update_average(self.policy, policy, keep=min(1 - int(self.updates) ** -self.power, 0.9999))

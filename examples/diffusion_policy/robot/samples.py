@@ -49,6 +49,9 @@ class Entries:
     actions: tuple[str, ...]
 
 
+CONSTANT = 1e-6  # of its size, within which a number is constant: float32 rounds by a tenth of it
+
+
 @dataclass(frozen=True)
 class Statistics:
     """Statistics of all observations and actions, by number."""
@@ -241,7 +244,7 @@ def _sum_up(
     count = sum(one.episode.steps for one in training)
     mean = sum(one.sums for one in training) / count
     std = np.sqrt(np.maximum(sum(one.squares for one in training) / count - mean**2, 0))
-    std = np.where(std > 1e-4, std, 1.0)  # constant numbers stay 0
+    std = np.where(std > CONSTANT * np.abs(mean), std, 1.0)  # constant numbers stay 0
     low = np.min([one.low for one in training], axis=0)
     high = np.max([one.high for one in training], axis=0)
     env_id, _, _, picture_size = measured[0].kind

@@ -130,7 +130,7 @@ def main(job: ddpkit.Context, stop: ddpkit.Stop) -> None:
             scaler.update()
             optimizer.zero_grad()
             if ema:
-                ema.update()
+                ema.update(policy)
             losses += loss
             first_bad = torch.where(loss.isfinite(), first_bad, first_bad.clamp(max=step + 1))
             step, done = step + 1, done + 1

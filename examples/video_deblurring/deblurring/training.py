@@ -122,11 +122,3 @@ def check_gradients(net: nn.Module) -> None:
             f"the loss does not depend on {len(idle)} parameters of the network, {some}: set "
             "find_unused_parameters=true, use_static_graph=true if it never does, or remove them"
         )
-
-
-@torch.no_grad()
-def update_average(average: nn.Module, net: nn.Module, decay: float) -> None:
-    """Update parameters as E = decay · E + (1 − decay) · G, and copy buffers."""
-    torch._foreach_lerp_(list(average.parameters()), list(net.parameters()), 1 - decay)
-    for buffer, other in zip(average.buffers(), net.buffers(), strict=True):
-        buffer.copy_(other)

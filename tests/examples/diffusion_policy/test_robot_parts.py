@@ -155,13 +155,31 @@ def test_the_average_follows_its_formula_and_goes_on_where_it_was_saved() -> Non
     weight = next(policy.parameters())
     for n in range(1, 31):
         nn.init.constant_(weight, float(n))
-        ema.update()
+        ema.update(policy)
         expected = (1 - n**-0.75) * expected + n**-0.75 * n
         if n == 20:  # into a new one, as after a restart
             saved, ema = ema.state_dict(), EMA(policy, 0.75)
             ema.load_state_dict(saved)
     assert next(ema.policy.parameters()).flatten()[0].item() == pytest.approx(expected, rel=1e-5)
     assert int(ema.updates) == 30
+
+
+def test_the_average_has_buffers_that_the_policy_replaces() -> None:
+    policy = make_policy()
+    ema = EMA(policy, 0.75)
+    for _ in range(2):
+        policy.mean = policy.mean + 1.0
+        ema.update(policy)
+    assert torch.equal(ema.policy.mean, policy.mean)
+
+
+@pytest.mark.parametrize("size", [1e-5, 1.0, 1e5])
+def test_a_range_is_constant_by_the_size_of_its_numbers_only(size: float) -> None:
+    low, high = np.array([-1.0, 3.0, 0.0, 5.0]) * size, np.array([1.0, 3.5, 0.0, 5.0]) * size
+    policy = DiffusionPolicy(read_config(SMALL), Statistics(np.zeros(5), np.ones(5), low, high))
+    center, reach = policy._action_range()
+    assert torch.allclose(center / size, torch.tensor([0.0, 3.25, 0.0, 5.0]))
+    assert torch.allclose(reach, torch.tensor([size, size / 4, 1.0, 1.0]))
 
 
 def test_a_checkpoint_has_no_wrappers_names_and_loads_into_any_wrapper(tmp_path: Path) -> None:

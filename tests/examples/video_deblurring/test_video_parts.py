@@ -26,9 +26,8 @@ from deblurring.training import (
     make_optimizer,
     set_learning_rates,
     take_settings,
-    update_average,
 )
-from shared.program import UserError
+from shared.program import UserError, update_average
 
 CPU = torch.device("cpu")
 TRAIN: dict[str, Any] = {
@@ -141,11 +140,15 @@ def test_frozen_parts_do_not_move_and_have_a_learning_rate_of_their_own() -> Non
 
 def test_the_moving_average_is_that_of_the_formula() -> None:
     net, average = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    for each in (net, average):
+        each.register_buffer("scale", torch.ones(2))
     expected = {name: value.clone() for name, value in average.state_dict().items()}
     for _ in range(3):
         torch.nn.init.normal_(net.weight)
+        net.scale = 0.9 * net.scale  # another tensor
         update_average(average, net, 0.75)
         expected = {name: 0.75 * value + 0.25 * net.state_dict()[name] for name, value in expected.items()}
+        expected["scale"] = net.scale
     for name, value in average.state_dict().items():
         assert torch.allclose(value, expected[name], atol=1e-7)
 
