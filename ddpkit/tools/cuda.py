@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import sys
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from .recorder import Function, current, replace
 
 _CUDA = re.compile(r"cuda(:\d+)?")
-_OF_TORCH = ("tensor", "as_tensor", "zeros", "ones", "full", "empty", "arange", "load")
+_OF_TORCH = (
+    *("tensor", "as_tensor", "zeros", "ones", "full", "empty", "arange", "linspace", "eye", "load"),
+    *("rand", "randn", "randint", "randperm"),
+)
 _TAKE_A_DEVICE = (
     (Tensor, "to"),
     *((torch, name) for name in _OF_TORCH),
@@ -54,11 +58,15 @@ def put_cuda_on_the_cpu() -> None:
     replace(nn.SyncBatchNorm, "convert_sync_batchnorm", lambda original: lambda module, *args: module)
     for name, answer in _ANSWERS.items():
         replace(torch.cuda, name, partial(_answering, answer))
-    for name in ("Stream", "Event"):
+    for name in ("Stream", "Event", "device"):
         setattr(torch.cuda, name, type(name, (_Stream,), {}))
+    for name in ("range_push", "range_pop", "mark"):
+        replace(torch.cuda.nvtx, name, lambda original: lambda *args: None)
+    replace(sys.modules[nn.DataParallel.__module__], "_get_available_device_type", lambda original: lambda: None)
     if os.environ.get("CUDA_VISIBLE_DEVICES") != "":
-        torch.cuda.is_available = lambda: True
-        torch.cuda.device_count = lambda: int(os.environ["LOCAL_WORLD_SIZE"])
+        for name, answer in _CLAIMS.items():
+            for module in (torch.cuda, torch.accelerator):
+                replace(module, name, partial(_answering, answer))
 
 
 def _use() -> None:
@@ -139,6 +147,9 @@ class _Stream:
     def elapsed_time(self, end: Any) -> float:
         return 0.0
 
+    def is_capturing(self) -> bool:
+        return False
+
 
 _MEMORY = 1 << 36  # bytes
 _PROPERTIES = {"name": "CPU", "major": 8, "minor": 0, "total_memory": _MEMORY, "multi_processor_count": 1}
@@ -153,6 +164,16 @@ _ANSWERS: dict[str, Function] = {  # of functions of torch.cuda
     "mem_get_info": lambda *args: (_MEMORY, _MEMORY),
     "get_rng_state": lambda *args: torch.get_rng_state(),
     "get_rng_state_all": lambda: [],
+    "is_current_stream_capturing": lambda: False,
+}
+_CLAIMS: dict[str, Function] = {  # of functions of torch.cuda and torch.accelerator, where a script finds GPUs
+    "is_available": lambda: True,
+    "device_count": lambda: int(os.environ["LOCAL_WORLD_SIZE"]),
+    "current_accelerator": lambda *args: torch.device("cuda"),
+    "current_device_index": lambda: int(os.environ["LOCAL_RANK"]),
+    "set_device_index": lambda *args: _use(),
+    "current_stream": lambda *args: _Stream(),
+    "synchronize": lambda *args: _use(),
 }
 
 

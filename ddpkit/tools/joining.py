@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import os
+import pickle
+import random
+import re
+from contextlib import suppress
+from datetime import timedelta
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from .cuda import put_cuda_on_the_cpu
-from .recorder import Function, replace
+from .recorder import Function, before, replace
 
 _DEPTH = 5  # of the functions that are looked through for one that joins a group
 _started: list[Any] = []  # what the script would run as ranks
@@ -37,6 +45,7 @@ def _joining(original: Function, world_size: int, has_gpus: bool) -> Function:
         if not has_gpus:
             backend = None if backend is None else "gloo"
             kwargs.pop("device_id", None)
+        tell_others()
         ranks = kwargs.get("world_size", -1)
         ranks = ranks if ranks > 0 else int(os.environ["WORLD_SIZE"])
         if ranks > world_size or (_started and ranks < world_size):
@@ -63,15 +72,20 @@ def _error(ranks: int, world_size: int) -> ValueError:
 
 
 def _calling(original: Function, world_size: int) -> Function:
-    """Stand for `spawn`: each rank calls the function itself."""
+    """Stand for `spawn`: each rank calls the function, the first one's with its arguments where the others wait."""
+    seed = torch.initial_seed()
 
     def spawn(fn: Function, args: Any = (), nprocs: int = 1, *rest: Any, **kwargs: Any) -> Any:
-        if nprocs == world_size:
-            _started.append(fn)
-            return fn(int(os.environ["RANK"]), *args)
-        if _joins(fn):
+        if not _joins(fn):
+            return original(fn, args, nprocs, *rest, **kwargs)
+        if nprocs != world_size:
             raise _error(nprocs, world_size)
-        return original(fn, args, nprocs, *rest, **kwargs)
+        _started.append(fn)
+        tell_others((fn, args))
+        torch.manual_seed(seed)  # as a new process has it
+        random.seed()
+        np.random.seed()
+        return fn(int(os.environ["RANK"]), *args)
 
     return spawn
 
@@ -107,3 +121,39 @@ def _joins(function: Any, depth: int = _DEPTH) -> bool:
         return False
     named = (function.__globals__.get(name) for name in code.co_names)
     return "init_process_group" in code.co_names or any(_joins(each, depth - 1) for each in named)
+
+
+# The first rank stands for the parent of spawned ranks: what comes before and after runs there only.
+
+_SPAWN = re.compile(r"\bspawn\(")
+_PATIENCE = timedelta(days=1)
+_listening: list[dist.Store] = []  # of the first rank, while the others wait
+
+
+def await_first_rank(script: str) -> bytes:
+    """Wait, where a script may spawn its ranks, for what the first one says; b"" to run the script as it is."""
+    if not _SPAWN.search(Path(script).read_text(errors="replace")):
+        return b""
+    port = int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_PATIENCE)
+    if os.environ["RANK"] != "0":
+        return bytes.fromhex(store.get("ddpkit/spawn").decode())
+    _listening.append(store)
+    before(Optimizer, "__init__", tell_others)
+    return b""
+
+
+def tell_others(task: Any = None) -> None:
+    """Let the other ranks begin, if they still wait: with a function and its arguments, or with the script."""
+    pickled = b""
+    with suppress(Exception):  # what cannot be sent, each rank makes itself
+        pickled = pickle.dumps(task) if task else b""
+    while _listening:
+        _listening.pop().set("ddpkit/spawn", pickled.hex())
+
+
+def call_as_spawned(task: bytes) -> None:
+    """Call what the first rank has spawned, in a process that has loaded the script."""
+    fn, args = pickle.loads(task)
+    _started.append(fn)
+    fn(int(os.environ["RANK"]), *args)

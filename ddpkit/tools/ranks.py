@@ -33,6 +33,7 @@ from ..launch.process_tree import child_processes
 from ..rendezvous.store import host_on
 from ..spawning import describe_exit, rank_environment, replace_environment
 from .cli import UnfitScriptError, positive_seconds
+from .joining import await_first_rank, call_as_spawned, tell_others
 from .recorder import Record, Recorder
 from .where import request_stack
 
@@ -194,9 +195,11 @@ class Ranks:
 
     Attributes:
         all: The ranks of this machine.
+        hides_gpus: Whether the GPUs are hidden.
     """
 
     def __init__(self, body: Body, number: int, device: str) -> None:
+        self.hides_gpus = device == "cpu"
         self._folder = Path(tempfile.mkdtemp(prefix="ddpkit-ranks-"))  # no context, which a rank would end as well
         self._environments = [_environment(rank, number, device) for rank in range(number)]
         self._body = body
@@ -321,6 +324,7 @@ def run_script(script: Script) -> tuple[int, BaseException | None]:
         failure = error
         code = 1
         sys.excepthook(type(error), error, error.__traceback__)
+    tell_others()
     return code, failure
 
 
@@ -334,13 +338,16 @@ def _run_as_main(script: Script) -> None:
         runpy.run_module(script.path, run_name="__main__", alter_sys=True)
         return
     sys.path[0] = os.path.dirname(os.path.abspath(script.path))
+    task = await_first_rank(script.path)
     with open(script.path, "rb") as file:
         code = compile(file.read(), script.path, "exec")
-    main = types.ModuleType("__main__")
+    main = types.ModuleType("__mp_main__" if task else "__main__")
     main.__file__ = script.path
     main.__builtins__ = __builtins__  # type: ignore[attr-defined]
-    sys.modules["__main__"] = main
+    sys.modules["__main__"] = sys.modules[main.__name__] = main
     exec(code, vars(main))
+    if task:
+        call_as_spawned(task)
 
 
 def describe(error: BaseException | None) -> str:

@@ -151,7 +151,7 @@ BAD = {
     "raise ValueError('no such data')\n": "ValueError: no such data",
     "import torch\ntorch.Generator('cuda')\n": "The script needs a GPU",
     "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n": "was killed by SIGKILL",
-    "import torch.multiprocessing as mp\ndef f(i): ...\nmp.spawn(f, nprocs=2)\n": "without a step",
+    "import torch.multiprocessing as mp\ndef f(i): ...\nmp.spawn(f, nprocs=2)\n": "ProcessExitedException",
     "import multiprocessing as mp, torch.distributed as dist\n"
     "p = mp.Process(target=dist.init_process_group, args=('gloo',))\n"
     "p.start()\np.join()\n": "starts processes of its own",

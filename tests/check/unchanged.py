@@ -111,19 +111,13 @@ def scripted() -> None:
     train(script)
 
 
-@torch.jit.script
-def noise_of(rows: Tensor) -> Tensor:
-    scale = torch.tensor([2.0, 3.0], dtype=rows.dtype)
-    return torch.zeros(2) + torch.rand(2).to(rows.device) * scale + torch.randn_like(rows).mean()
-
-
 def scripted_functions() -> None:
     @torch.jit.script
     def noise(rows: Tensor) -> Tensor:
         scale = torch.tensor([2.0, 3.0], dtype=rows.dtype)
         return torch.zeros(2) + torch.rand(2).to(rows.device) * scale + torch.randn_like(rows).mean()
 
-    show(noise(x), noise_of(x))
+    show(noise(x))
 
 
 def exported() -> None:

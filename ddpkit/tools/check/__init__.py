@@ -23,7 +23,7 @@ from ..recorder import Recorder, before, current
 from . import collectives, gradients, random_numbers, samples, training_loop
 from .collectives import Collectives
 from .facts import KINDS, Facts, Finding, Outcome, Watch
-from .loaders import LONGEST, Ending, Samples
+from .loaders import LONGEST, Cut, Ending, Samples
 from .modules import Modules
 from .observed import Cuda, End, tell
 from .random_numbers import Windows
@@ -270,6 +270,8 @@ def be_rank(script: Script, steps: int, recorder: Recorder, control: int) -> int
 def run_observed(script: Script, ending: Ending) -> int:
     """Run the script as the main program of this process, and wait for the end."""
     code, failure = run_script(script)
+    if failure and isinstance(failure.__cause__, Cut):  # which a generator has turned into an error
+        ending.wait("steps")
     tell(End(code, describe(failure), raised_at(failure)))
     sys.stdout.flush()
     sys.stderr.flush()

@@ -443,7 +443,7 @@ class Watch:
                 return "the script starts processes of its own: check the function that they run, as one rank", []
             if end.has_failed:
                 trouble = f"rank {number} {_say_how(end, steps)}"
-                if not steps and re.search(_NO_GPU, end.error):
+                if self._ranks.hides_gpus and not steps and re.search(_NO_GPU, end.error):
                     trouble += (
                         ". The script needs a GPU: try `--device cuda`, with which the CPU stands for missing ones"
                     )

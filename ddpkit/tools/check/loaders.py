@@ -302,7 +302,7 @@ class Samples:
         self.modules.feeding = known.key
         known.batches += 1
         if known.batches <= _BATCHES:
-            tell(Batch(known.key, known.epoch, content(batch)))
+            tell(Batch(known.key, known.epoch, content(batch), current().step))
 
     def _fetch(self, original: Function) -> Function:
         note = guarded(self._note_fetch)

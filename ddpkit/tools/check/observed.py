@@ -182,6 +182,7 @@ class Batch(NamedTuple):
     loader: str
     number: int
     content: int
+    step: int  # how many optimizer steps came before
 
 
 class Draw(NamedTuple):

@@ -33,12 +33,21 @@ def _examine(facts: Facts, row: list[Epoch]) -> Findings:
     for batches in facts.of(Batch).values():
         own = [batch for batch in batches if batch[:2] == epoch[:2]]
         contents.append([batch.content for batch in own])
+    if _is_preview(facts, epoch):
+        return
     if trains:
         yield from _same(facts, row, contents)
     if epoch.iterable:
         yield from _repeated_batches(facts, epoch, contents[0]) if trains else ()
     elif all(each.plan is not None for each in row):
         yield from _examine_plans(facts, row, trains)
+
+
+def _is_preview(facts: Facts, epoch: Epoch) -> bool:
+    """Return whether an epoch has one batch, for which no step was made before others were taken: it was only shown."""
+    own = [batch for batch in facts.first(Batch) if batch[:2] == epoch[:2]]
+    later = [batch.step for batch in facts.first(Batch) if batch[:2] != epoch[:2]]
+    return len(own) == 1 and own[0].step in later
 
 
 def _same(facts: Facts, row: list[Epoch], contents: list[list[int]]) -> Findings:

@@ -20,7 +20,7 @@ from .inputs import Batch, read
 from .rank import Event, Tensors, pair
 
 _ROUNDING = 10.0  # times the difference that another order of rows makes
-_FLOOR = 1e-6  # of the norm of all tensors together
+_FLOOR = 5e-6  # of the norm of all tensors together
 _OF_UPDATES = 100.0  # times as much in an update
 _SURE = 30.0  # times its rounding: an element with a smaller gradient may be updated either way
 _CLOSE = 0.01  # by which a ratio may miss the number that explains it
@@ -132,10 +132,10 @@ class Comparison:
             line = "made" if step.number == 1 else "step"
             return Difference(step.number, "settings", setting, "", next(iter(step.events[0].lines[line]), None))
         *ranks, one, again = [things[thing] for things in step.things]
-        if not all(bool(tensor.isfinite().all()) for tensor in one.values()):
-            raise UncomparableError(f"the {WORDS[thing]} of one process are not finite at step {step.number}")
         if thing == "others":
             one = self._steady(one, again)
+        if not all(bool(tensor.isfinite().all()) for tensor in one.values()):
+            raise UncomparableError(f"the {WORDS[thing]} of one process are not finite at step {step.number}")
         if thing == "unclipped":
             added = {name: torch.stack([mine[name] for mine in ranks]).sum(0) for name in one}
             is_own = not step.is_equal(thing)
@@ -166,6 +166,7 @@ class Comparison:
     def _steady(self, one: Tensors, again: Tensors) -> Tensors:
         """Select the buffers and averages that another order of rows does not change, as it does a queue."""
         same = [name for name in one if name in again and one[name].shape == again[name].shape]
+        same = [name for name in same if one[name].isfinite().all()]  # a mask of -inf is constant
         unsteady = [name for name in same if (again[name] - one[name]).norm() > _NOISY * one[name].norm()]
         self.unsteady += unsteady
         return {name: one[name] for name in same if name not in unsteady}

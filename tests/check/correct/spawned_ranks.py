@@ -1,6 +1,10 @@
 """Start a process for each GPU, as the tutorials do."""
 
 import os
+import random
+import shutil
+import tempfile
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -34,9 +38,12 @@ class Trainer:
                 self.optimizer.step()
 
 
-def main(rank, world_size, epochs):
+def main(rank, world_size, epochs, seed):
     setup(rank, world_size)
-    torch.manual_seed(0)
+    seeds = [None] * world_size
+    dist.all_gather_object(seeds, seed)
+    assert len(set(seeds)) == 1
+    torch.manual_seed(int(1000 * seed))
     dataset = TensorDataset(torch.randn(64, 4), torch.randn(64, 2))
     sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank)
     Trainer(nn.Linear(4, 2), DataLoader(dataset, batch_size=8, sampler=sampler), rank).train(epochs)
@@ -45,4 +52,10 @@ def main(rank, world_size, epochs):
 
 if __name__ == "__main__":
     world_size = torch.cuda.device_count() or 2
-    mp.spawn(main, args=(world_size, 2), nprocs=world_size, join=True)
+    folder = Path(tempfile.gettempdir(), f"spawned-{os.getppid()}")
+    folder.mkdir()  # once: a second process would fail
+    torch.save({"epochs": 2}, folder / "settings.pt")
+    try:
+        mp.spawn(main, args=(world_size, 2, random.random()), nprocs=world_size, join=True)
+    finally:
+        shutil.rmtree(folder)

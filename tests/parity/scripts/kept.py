@@ -37,6 +37,7 @@ class Contrast(nn.Module):
         super().__init__()
         self.encoder, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
         self.slow = copy.deepcopy(self.encoder).requires_grad_(False)
+        self.register_buffer("mask", torch.full((3, 3), float("-inf")).triu(1))
         self.register_buffer("queue", normalize(torch.randn(48, 8)))
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
