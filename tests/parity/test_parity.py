@@ -94,7 +94,7 @@ def test_whatever_inputs_are_made_by_they_are_those_of_all_ranks(kind: str, rank
     assert report["numbers"] > 0
 
 
-KEPT = {"all": None, "closure": None, "first": None, "average": (2, "others"), "rate": (4, "settings")}
+KEPT = {"all": None, "closure": None, "wrapper": None, "first": None, "average": (2, "others"), "rate": (4, "settings")}
 KEPT |= {"fewer": (1, "parameters"), "same": (1, "samples")}
 
 

@@ -137,12 +137,19 @@ class Comparison:
         if not all(bool(tensor.isfinite().all()) for tensor in one.values()):
             raise UncomparableError(f"the {WORDS[thing]} of one process are not finite at step {step.number}")
         if thing == "unclipped":
-            added = {name: torch.stack([mine[name] for mine in ranks]).sum(0) for name in one}
-            is_own = not step.is_equal(thing)
-            if is_own and not measure(added, one, again, self.precision)[0]:  # each rank's own, clipped before the sum
+            ranks = [_mean(ranks)]
+            if measure(ranks[0], one, again, self.precision)[0] and self._are_alike_otherwise(step):
                 return None
-            ranks = [{name: torch.stack([mine[name] for mine in ranks]).mean(0) for name in one}]
         return self._compare_ranks(thing, step, ranks, one)
+
+    def _are_alike_otherwise(self, step: Step) -> bool:
+        """Return whether gradients are equal as ranks add them up later, or were before the script changed them."""
+        *ranks, one, again = [things["unclipped"] for things in step.things]
+        added = {name: torch.stack([mine[name] for mine in ranks]).sum(0) for name in one}
+        if not step.is_equal("unclipped") and not measure(added, one, again, self.precision)[0]:
+            return True
+        *ranks, one, again = [things["raw"] for things in step.things]
+        return not measure(_mean(ranks), one, again, self.precision)[0]
 
     def _compare_ranks(self, thing: str, step: Step, ranks: list[Tensors], one: Tensors) -> Difference | None:
         again = step.things[-1][thing]
@@ -268,11 +275,16 @@ def _things(event: Event, like: Event) -> dict[str, Tensors]:
     before, after = named(event.before), named(event.after)
     return {
         "parameters": named(event.arrived),
+        "raw": named(event.raw),
         "unclipped": named(event.unclipped),
         "gradients": named(event.gradients),
         "update": {name: after[name] - before[name] for name in before},
         "others": {name: tensor.double() for name, tensor in event.others.items()},
     }
+
+
+def _mean(ranks: list[Tensors]) -> Tensors:
+    return {name: torch.stack([mine[name] for mine in ranks]).mean(0) for name in ranks[0]}
 
 
 def _flat(tensors: Tensors, names: list[str]) -> Tensor:

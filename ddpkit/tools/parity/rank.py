@@ -26,7 +26,7 @@ from ..check.source import Stack, stack
 from ..check.steps import has_closure, names_of
 from ..check.training_loop import TrainingLoop
 from ..ranks import Script
-from ..recorder import Function, Recorder, before, current, guarded, parameters_of, replace
+from ..recorder import Function, Recorder, after, before, current, guarded, parameters_of, replace
 from .inputs import Draws, Inputs, Plan, Served, append, read
 
 Tensors = dict[str, Tensor]
@@ -44,6 +44,7 @@ class Event(NamedTuple):
     others: Tensors  # what networks hold beside parameters, when the first is called in training since the last step
     arrived: Tensors  # parameters, by name, before the ranks' were taken
     before: Tensors  # parameters
+    raw: Tensors  # gradients as they were after the last call of `backward`
     unclipped: Tensors  # gradients as they were before the script clipped them
     gradients: Tensors
     after: Tensors  # parameters
@@ -148,6 +149,8 @@ class Training:
     folder: Path
     given: list[Path]
     _lines: dict[str, Stack] = field(default_factory=dict)
+    _raw: dict[Any, Tensors] = field(default_factory=dict)
+    _nested: Tensors = field(default_factory=dict)  # gradients for an optimizer that is called by another
     _unclipped: dict[Any, Tensors] = field(default_factory=dict)
     _seen: dict[Any, tuple[Tensors, Tensors]] = field(default_factory=dict)  # parameters and gradients before a step
     _given: dict[int, list[Tensors]] = field(default_factory=dict)  # the ranks' parameters, from the last step on
@@ -163,6 +166,7 @@ class Training:
         """Begin."""
         for name in ("backward", "grad"):
             before(torch.autograd, name, self._backward)
+        after(torch.autograd, "backward", self._backpropagated)
         before(nn.utils, "clip_grad_norm_", self._clip)
         before(nn.utils, "clip_grad_value_", self._clip)
         before(torch.autocast, "__enter__", self._cast)
@@ -246,6 +250,9 @@ class Training:
         self._lines["backward"] = stack()
         self._unclipped = {}
 
+    def _backpropagated(self) -> None:
+        self._raw = {optimizer: self._gradients(optimizer) for optimizer in list(self.loop.optimizers)}
+
     def _clip(self) -> None:
         if not self._unclipped:
             self._lines["clip"] = stack()
@@ -253,6 +260,7 @@ class Training:
 
     def _begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._seen:  # it is a part of another
+            self._nested = self._gradients(next(iter(self._seen)))
             return
         if self._stepped is None or optimizer in self._stepped:  # it calls the network itself, by a closure
             self._prepare()
@@ -263,7 +271,7 @@ class Training:
             return
         parameters, gradients = self._seen.pop(optimizer)
         if has_closure(args, kwargs):
-            gradients = self._gradients(optimizer)
+            gradients = self._gradients(optimizer) or self._nested  # it may have cleared them
         event = Event(
             optimizer=self.loop.known(optimizer).number,
             others=self._held,
@@ -271,6 +279,7 @@ class Training:
             lines=self._lines | {"step": stack(), "made": self.loop.known(optimizer).made},
             settings=list(map(_numbers_in, optimizer.param_groups)),
             before=parameters,
+            raw=self._raw.get(optimizer, gradients),
             unclipped=self._unclipped.get(optimizer, gradients),
             gradients=gradients,
             after=_copies(self._named(optimizer)),

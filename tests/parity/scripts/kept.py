@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +72,20 @@ def call(network: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return network(**batch)
 
 
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer that steps by another one, and clears the gradients, as implementations of SAM do."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1)
+
+    def step(self, closure: Callable[[], Tensor]) -> Tensor:
+        loss = closure()
+        self.base.step()
+        self.zero_grad()
+        return loss
+
+
 class Trainer:
     def __init__(self) -> None:
         network = Contrast()
@@ -81,10 +96,12 @@ class Trainer:
         if kind == "fewer" and rank == 1:
             known = [parameter for parameter in known if parameter.dim() > 1]
         self.optimizer = torch.optim.SGD(known, lr=0.1, momentum=0.9)
+        if kind == "wrapper":
+            self.optimizer = Wrapper(known)
 
     def train(self, loader: DataLoader) -> None:
         for step, batch in enumerate(loader):
-            if kind == "closure":
+            if kind in ("closure", "wrapper"):
                 self.optimizer.step(lambda batch=batch: self.backward(batch))
             else:
                 self.backward(batch)
