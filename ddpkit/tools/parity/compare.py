@@ -20,8 +20,8 @@ from .inputs import Batch, read
 from .rank import Event, Tensors, pair
 
 _ROUNDING = 10.0  # times the difference that another order of rows makes
-_FLOOR = 5e-6  # of the norm of all tensors together
-_OF_UPDATES = 100.0  # times as much in an update
+_FLOOR = 1e-6  # of the norm of all tensors together
+_TIMES = {"unclipped": 5.0, "gradients": 5.0, "update": 100.0}  # as much of these
 _SURE = 30.0  # times its rounding: an element with a smaller gradient may be updated either way
 _CLOSE = 0.01  # by which a ratio may miss the number that explains it
 _EXPLAINED = 0.1  # of a difference, that may be left
@@ -138,7 +138,7 @@ class Comparison:
             raise UncomparableError(f"the {WORDS[thing]} of one process are not finite at step {step.number}")
         if thing == "unclipped":
             ranks = [_mean(ranks)]
-            if measure(ranks[0], one, again, self.precision)[0] and self._are_alike_otherwise(step):
+            if measure(ranks[0], one, again, self.precision * _TIMES[thing])[0] and self._are_alike_otherwise(step):
                 return None
         return self._compare_ranks(thing, step, ranks, one)
 
@@ -146,14 +146,15 @@ class Comparison:
         """Return whether gradients are equal as ranks add them up later, or were before the script changed them."""
         *ranks, one, again = [things["unclipped"] for things in step.things]
         added = {name: torch.stack([mine[name] for mine in ranks]).sum(0) for name in one}
-        if not step.is_equal("unclipped") and not measure(added, one, again, self.precision)[0]:
+        floor = self.precision * _TIMES["unclipped"]
+        if not step.is_equal("unclipped") and not measure(added, one, again, floor)[0]:
             return True
         *ranks, one, again = [things["raw"] for things in step.things]
-        return not measure(_mean(ranks), one, again, self.precision)[0]
+        return not measure(_mean(ranks), one, again, floor)[0]
 
     def _compare_ranks(self, thing: str, step: Step, ranks: list[Tensors], one: Tensors) -> Difference | None:
         again = step.things[-1][thing]
-        floor = self.precision * (_OF_UPDATES if thing == "update" else 1.0)
+        floor = self.precision * _TIMES.get(thing, 1.0)
         for rank, mine in enumerate(ranks):
             names, size, rounding = measure(mine, one, again, floor)
             if rounding > _NOISY and thing == "update":  # of equal gradients
