@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .recorder import Function, current, replace
 
@@ -35,6 +36,7 @@ _NUMBERS = ("device_ids", "output_device")
 _used: list[bool] = []
 ON_THE_CPU = "CUDA on the CPU"  # for reports
 _kept: list[Any] = []
+_there: Any = WeakTensorKeyDictionary()  # tensors that a GPU would hold, of those that were made or moved there
 
 
 def put_cuda_on_the_cpu() -> None:
@@ -52,6 +54,7 @@ def put_cuda_on_the_cpu() -> None:
     for owner, name in _TAKE_NUMBERS:
         replace(owner, name, _without_numbers)
     replace(Tensor, "cuda", lambda original: lambda tensor, *args, **kwargs: tensor.to("cuda"))
+    replace(Tensor, "cpu", lambda original: lambda tensor, *args, **kwargs: _copied(original(tensor), tensor))
     replace(Tensor, "pin_memory", lambda original: lambda tensor, *args: tensor)
     replace(Tensor, "record_stream", lambda original: lambda tensor, stream: None)
     replace(torch.autocast, "__init__", _off_for_cuda)
@@ -79,11 +82,17 @@ def _use() -> None:
 def _made_on_the_cpu(make: Function, *args: Any, **kwargs: Any) -> Any:
     _use()
     given = {name: value for name, value in kwargs.items() if value is not None}
-    return make(*args, **given | {"device": "cpu", "pin_memory": False})
+    made = make(*args, **given | {"device": "cpu", "pin_memory": False})
+    _there[made] = True
+    return made
 
 
 def _is_gpu(value: Any) -> bool:
     return isinstance(value, str | torch.device) and bool(_CUDA.fullmatch(str(value)))
+
+
+def _is_cpu(value: Any) -> bool:
+    return isinstance(value, str | torch.device) and str(value) == "cpu"
 
 
 def _taking_the_cpu(original: Function) -> Function:
@@ -96,14 +105,24 @@ def _taking_the_cpu(original: Function) -> Function:
         if type(kwargs.get("device")) is int:
             kwargs["device"] = "cuda"
         if not any(map(_is_gpu, (*args, *kwargs.values()))):
-            return original(*args, **kwargs)
+            result = original(*args, **kwargs)
+            is_back = moves and any(map(_is_cpu, (*args[1:2], kwargs.get("device"))))
+            return _copied(result, args[0]) if is_back else result
         _use()
         given = {name: "cpu" if _is_gpu(value) else value for name, value in kwargs.items()}
         result = original(*("cpu" if _is_gpu(value) else value for value in args), **given)
-        is_alias = isinstance(result, Tensor) and result is args[0] and not result.requires_grad
-        return result.clone() if is_alias else result
+        if isinstance(result, Tensor):
+            result = result if result in _there else _copied(result, args[0])
+            _there[result] = True
+        return result
 
     return call
+
+
+def _copied(result: Any, moved: Any) -> Any:
+    """Return a tensor that was moved, copied as between GPU and CPU once CUDA is used, unless it is trained."""
+    is_same = isinstance(result, Tensor) and result is moved and not result.requires_grad
+    return result.clone() if _used and is_same else result
 
 
 def _without_numbers(original: Function) -> Function:

@@ -59,6 +59,12 @@ def ask(env: dict[str, str], folder: Path) -> None:
     copied = rows.cuda()
     copied += 1
     assert rows.eq(1).all()  # the samples stay as they are, as beside a GPU
+    assert copied.cuda() is copied.to(1) is copied
+    made = torch.zeros(2, device="cuda")
+    assert made.to("cuda") is made
+    for kept in (made.cpu(), made.to("cpu"), made.to(device="cpu")):
+        made += 1
+        assert kept.sum() < made.sum()
     torch.cuda.set_device(1)
     assert torch.cuda.is_available() is bool(env)
     assert torch.cuda.device_count() == 2 * len(env)
