@@ -112,7 +112,7 @@ def _taking_the_cpu(original: Function) -> Function:
         given = {name: "cpu" if _is_gpu(value) else value for name, value in kwargs.items()}
         result = original(*("cpu" if _is_gpu(value) else value for value in args), **given)
         if isinstance(result, Tensor):
-            result = result if result in _there else _copied(result, args[0])
+            result = result if result in _there else _copied(result, next(iter(args), None))
             _there[result] = True
         return result
 
@@ -191,8 +191,7 @@ _CLAIMS: dict[str, Function] = {  # of functions of torch.cuda and torch.acceler
     "current_accelerator": lambda *args: torch.device("cuda"),
     "current_device_index": lambda: int(os.environ["LOCAL_RANK"]),
     "set_device_index": lambda *args: _use(),
-    "current_stream": lambda *args: _Stream(),
-    "synchronize": lambda *args: _use(),
+    **{name: _ANSWERS[name] for name in ("current_stream", "synchronize")},
 }
 
 
