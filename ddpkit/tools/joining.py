@@ -9,7 +9,6 @@ import re
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -125,14 +124,14 @@ def _joins(function: Any, depth: int = _DEPTH) -> bool:
 
 # The first rank stands for the parent of spawned ranks: what comes before and after runs there only.
 
-_SPAWN = re.compile(r"\bspawn\(")
+_SPAWN = re.compile(rb"\bspawn\(")
 _PATIENCE = timedelta(days=1)
 _listening: list[dist.Store] = []  # of the first rank, while the others wait
 
 
-def await_first_rank(script: str) -> bytes:
+def await_first_rank(source: bytes) -> bytes:
     """Wait, where a script may spawn its ranks, for what the first one says; b"" to run the script as it is."""
-    if not _SPAWN.search(Path(script).read_text(errors="replace")):
+    if not _SPAWN.search(source):
         return b""
     port = int(os.environ["MASTER_PORT"])
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_PATIENCE)
@@ -145,11 +144,12 @@ def await_first_rank(script: str) -> bytes:
 
 def tell_others(task: Any = None) -> None:
     """Let the other ranks begin, if they still wait: with a function and its arguments, or with the script."""
+    if not _listening:
+        return
     pickled = b""
     with suppress(Exception):  # what cannot be sent, each rank makes itself
         pickled = pickle.dumps(task) if task else b""
-    while _listening:
-        _listening.pop().set("ddpkit/spawn", pickled.hex())
+    _listening.pop().set("ddpkit/spawn", pickled.hex())
 
 
 def call_as_spawned(task: bytes) -> None:

@@ -338,9 +338,9 @@ def _run_as_main(script: Script) -> None:
         runpy.run_module(script.path, run_name="__main__", alter_sys=True)
         return
     sys.path[0] = os.path.dirname(os.path.abspath(script.path))
-    task = await_first_rank(script.path)
-    with open(script.path, "rb") as file:
-        code = compile(file.read(), script.path, "exec")
+    source = Path(script.path).read_bytes()
+    task = await_first_rank(source)
+    code = compile(source, script.path, "exec")
     main = types.ModuleType("__mp_main__" if task else "__main__")
     main.__file__ = script.path
     main.__builtins__ = __builtins__  # type: ignore[attr-defined]

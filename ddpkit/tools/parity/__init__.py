@@ -136,10 +136,8 @@ class Runs:
         *starts, one = [start for folder in (*ranks, first) for start, _ in read(folder / "start")] or [{}]
         for rank, start in enumerate(starts):
             if not pair(start, one):
-                sizes = [
-                    f"{len(own)} parameters of {sum(p.numel() for p in own.values())} numbers" for own in (start, one)
-                ]
-                return Difference(1, "parameters", f"rank {rank} trains {sizes[0]}, one process {sizes[1]}", "", None)
+                evidence = f"rank {rank} trains {_size_of(start)}, one process {_size_of(one)}"
+                return Difference(1, "parameters", evidence, "", None)
         mine = sum(rows_of(folder) for folder in ranks)
         one = rows_of(first)
         if not self._args.reference or mine == one or not one or not mine:

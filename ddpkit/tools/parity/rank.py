@@ -156,9 +156,9 @@ class Training:
     _given: dict[int, list[Tensors]] = field(default_factory=dict)  # the ranks' parameters, from the last step on
     _arrived: dict[Any, Tensors] = field(default_factory=dict)  # those of this process, before it took the ranks'
     _begun: Tensors = field(default_factory=dict)  # buffers and averages at the start
+    _held: Tensors = field(default_factory=dict)  # now
     _trained: set[int] = field(default_factory=set)  # identities of parameters
     _names: dict[Any, list[str]] = field(default_factory=dict)  # of an optimizer's parameters
-    _held: Tensors = field(default_factory=dict)  # now
     _stepped: list[Optimizer] | None = None  # since the last call of a network in training, None before the first
     _precision: float = 0.0
 
