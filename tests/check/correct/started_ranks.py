@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn as nn
-from torch.nn.parallel import DistributedDataParallel as DDP
+from spawned_ranks import Trainer
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -16,23 +16,6 @@ def setup(rank, world_size):
     os.environ["MASTER_PORT"] = "12355"
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     dist.init_process_group("nccl")
-
-
-class Trainer:
-    def __init__(self, model, loader, rank):
-        self.rank = rank
-        self.model = DDP(model.to(rank), device_ids=[rank])
-        self.loader = loader
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-
-    def train(self, epochs):
-        for epoch in range(epochs):
-            self.loader.sampler.set_epoch(epoch)
-            for inputs, targets in self.loader:
-                loss = nn.functional.mse_loss(self.model(inputs.to(self.rank)), targets.to(self.rank))
-                self.optimizer.zero_grad()
-                loss.backward()
-                self.optimizer.step()
 
 
 def main(rank, world_size, epochs):
