@@ -31,6 +31,7 @@ PLANTS = {  # the step and the thing that show each first
     "local": (5, "printed"),
 }
 QUICK = ("twice", "clip", "metric")
+MADE_BY = ("dataset", "collation", "attention", "loaders", "preview", "evaluation", "bfloat16")
 RECIPES = sorted(path.stem for path in (ROOT / "docs/recipes").glob("*.py"))
 STORM = pytest.mark.storm
 WITHOUT_STEPS = {"from_a_notebook", "exact_evaluation", "metrics_of_torchmetrics", "logged_to_wandb"}
@@ -87,7 +88,7 @@ def test_a_script_is_equal_to_itself(words: str, ranks: str, tmp_path: Path) -> 
 
 @pytest.mark.storm
 @pytest.mark.parametrize("ranks", ["2", "3"])
-@pytest.mark.parametrize("kind", ["dataset", "collation", "attention", "loaders", "evaluation", "bfloat16"])
+@pytest.mark.parametrize("kind", MADE_BY)
 def test_whatever_inputs_are_made_by_they_are_those_of_all_ranks(kind: str, ranks: str, tmp_path: Path) -> None:
     code, report = compare(tmp_path, "-n", ranks, f"{SCRIPTS}/varied.py", kind)
     assert (code, report["difference"]) == (0, None), report
@@ -121,7 +122,14 @@ def test_a_mean_of_means_shows_the_weights_of_the_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("words", ["{0}", "{0} accumulate", "--reference {1} {0}"])
 def test_a_loader_that_fetches_ahead_is_served(words: str, tmp_path: Path) -> None:
     code, report = compare(tmp_path, *words.format(SCRIPTS / "with_accelerate.py", SCRIPTS / "single.py").split())
-    assert (code, report["difference"]) == (0, None), report
+    assert (code, report["difference"], report["unpaired"]) == (0, None, 0), report
+
+
+@pytest.mark.peers("accelerate")
+def test_a_line_that_follows_another_step_is_said_not_to_be_compared(tmp_path: Path) -> None:
+    names = ("--reference", "single.py", "--reference-args=accumulate", "with_accelerate.py", "accumulate")
+    code, report = compare(tmp_path, *(f"{SCRIPTS / name}" if name.endswith(".py") else name for name in names))
+    assert (code, report["numbers"], report["unpaired"]) == (0, 0, 1), report
 
 
 @pytest.mark.storm

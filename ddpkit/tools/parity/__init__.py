@@ -66,7 +66,8 @@ class Runs:
         comparison.is_cut = any(end.reason for end in self._facts["ranks"].all(End))
         found = comparison.find()
         told = [self._records[name] for name in ("ranks", "one", "again")]
-        printed, comparison.numbers = compare_lines(told, args.ranks, comparison.precision, args.steps)
+        printed, *counts = compare_lines(told, args.ranks, comparison.precision, args.steps)
+        comparison.numbers, comparison.unpaired = counts
         if found and (reason := self._why_not(ranks, found)):
             raise UncomparableError(f"{reason} ({WORDS.get(found.thing, found.thing)}, {found.evidence})")
         if printed and (found is None or printed.step < found.step):
@@ -120,6 +121,11 @@ class Runs:
             going_on = [other for other in one_by_one if other.partition(";")[0] == source.partition(";")[0]]
             if going_on and own[mine] == theirs[0][source] == Counter({0: 1}):
                 pairs[mine] = merged[source] = going_on[0]
+        for mine, source in pairs.items():  # what ranks go on with, after a look at a batch of another loader
+            if own[mine][1] and not theirs[0][source][1]:
+                free = (other for other in theirs[0] if other not in (*pairs.values(), *merged))
+                going_on = [other for other in free if other.split()[0] == source.split()[0] and theirs[0][other][1]]
+                merged |= dict.fromkeys(going_on[:1], source)
         is_per_rank = not self._args.reference and not one_by_one and rows_of(first) == rows_of(ranks[0])
         times = len(ranks) if is_per_rank else 1
         self._plan = {"pairs": pairs, "merged": merged, "one_by_one": tuple(one_by_one), "times": times}
@@ -191,6 +197,8 @@ def render(args: argparse.Namespace, found: Difference | None, comparison: Compa
     rest += ["what follows the last of these steps and its evaluation"] if comparison.is_cut else []
     unsteady = list(dict.fromkeys(comparison.unsteady))
     rest += [f"{joined(unsteady)}, which rounding or the order of rows changes"] if unsteady else []
+    if comparison.unpaired:
+        rest.append(f"{count(comparison.unpaired, 'printed line')}, which one process prints after another step")
     lines += [f"not compared: {'; '.join(rest)}"] if rest else []
     return "\n".join([*lines, "", paint("equal", "green")])
 
@@ -204,6 +212,7 @@ def as_json(args: argparse.Namespace, found: Difference | None, comparison: Comp
         "steps": comparison.steps,
         "distances": comparison.distances,
         "numbers": comparison.numbers,
+        "unpaired": comparison.unpaired,
         "difference": None,
     }
     if found:

@@ -79,6 +79,7 @@ class Comparison:
         steps: How many were compared.
         distances: The largest distance of each thing, and the rounding there.
         numbers: Of those that are printed, how many were compared.
+        unpaired: The lines that one process prints, but not at the same step.
         precision: Of the numbers by which the script computes.
         is_cut: Whether the script was ended after these steps.
         uses_cuda: Whether it uses CUDA, for which the CPU stands.
@@ -91,6 +92,7 @@ class Comparison:
     steps: int = 0
     distances: dict[str, tuple[float, float]] = field(default_factory=dict)
     numbers: int = 0
+    unpaired: int = 0
     precision: float = _FLOOR
     is_cut: bool = False
     uses_cuda: bool = False
@@ -335,7 +337,7 @@ _MEASURED = re.compile(
 
 def compare_lines(
     told: Sequence[list[Record]], world_size: int, precision: float, steps: int
-) -> tuple[Difference | None, int]:
+) -> tuple[Difference | None, int, int]:
     """Find the first number that the first rank prints and one process does not.
 
     Args:
@@ -345,11 +347,15 @@ def compare_lines(
         steps: The last one, after which loops are cut: what follows it is printed at it.
 
     Returns:
-        The difference, None if there is none, and how many numbers were compared.
+        The difference, None if there is none; how many numbers were compared; and how many lines with numbers were
+        not, as one process prints them, but not at the same step.
     """
-    numbers = 0
+    numbers = unpaired = 0
     first, *others = [_by_text(records) for records in told]
+    elsewhere = {text for _, text in others[0].keys() - first.keys()}
     for text, lines in first.items():
+        if text not in others[0] and text[1] in elsewhere:
+            unpaired += len(lines)
         for line, *same in zip(lines, *(table.get(text, []) for table in others), strict=False):
             for mine, one, again in zip(*(_NUMBER.findall(each["line"]) for each in (line, *same)), strict=True):
                 rounding = abs(float(one) - float(again))
@@ -360,8 +366,8 @@ def compare_lines(
                 if not _is_close(mine, one, allowed, world_size):
                     where = next((Place(*place) for place in line["where"]), None)
                     evidence = f"rank 0 prints {mine}, one process {one}: {line['line']}"
-                    return Difference(min(line["step"], steps), "printed", evidence, "", where), numbers
-    return None, numbers
+                    return Difference(min(line["step"], steps), "printed", evidence, "", where), numbers, unpaired
+    return None, numbers, unpaired
 
 
 def _by_text(records: list[Record]) -> dict[tuple[int, str], list[Record]]:

@@ -182,7 +182,13 @@ class Served:
         self._sizes: set[int] = set()  # of batches
         self.loops: dict[str, dict[int, list[list[Batch]]]] = {}
         self.draws: dict[str, list[list[Tensor]]] = {}
-        for key, row in _rows_of(read_ranks(plan.ranks, "batches"), plan.one_by_one).items():
+        by_rank = read_ranks(plan.ranks, "batches")
+        loops = {batch.source: batch.loop + 1 for batch in by_rank[0]}
+        for batches in by_rank:
+            for number, batch in enumerate(batches):
+                if source := plan.merged.get(batch.source):
+                    batches[number] = batch._replace(source=source, loop=batch.loop + loops[source])
+        for key, row in _rows_of(by_rank, plan.one_by_one).items():
             source, loop = key[:2]
             self.loops.setdefault(source, {}).setdefault(loop, []).append(row)
         by_rank = read_ranks(plan.ranks, "draws")

@@ -57,6 +57,9 @@ def loader(part: slice) -> DataLoader:
 model = DistributedDataParallel(Attention())
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 first, second = loader(slice(0, 96)), loader(slice(96, 144))
+if kind == "preview":  # of a loader that is made anew where there are several ranks, as Fabric does
+    shown = next(iter(plain := DataLoader(first.dataset, 12 // world_size, shuffle=True)))
+    first = first if world_size > 1 else plain
 torch.manual_seed(100 + rank)
 for epoch in range(2):
     others = iter(second)
