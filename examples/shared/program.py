@@ -6,6 +6,7 @@ import argparse
 import importlib
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -53,6 +54,11 @@ def users_code(about: str, remedy: str = "") -> Iterator[None]:
 
 
 EXPECTED = (UserError, ddpkit.CheckpointError)
+
+
+def by_number(name: str) -> list[str | int]:
+    """Sort names by the numbers in them: 2 before 10."""
+    return [int(piece) if piece.isdecimal() else piece for piece in re.split(r"(\d+)", name)]
 
 
 def find_class(setting: str, name: str) -> Callable[..., Any]:

@@ -113,8 +113,8 @@ SETTINGS = {
     "algo.ddim.num_inference_timesteps": count(10),
     "observation.modalities.obs.low_dim": many(text(), []),  # observed numbers; []: those of the format
     "observation.modalities.obs.rgb": many(text(), []),  # cameras
-    f"{_RGB}size": or_null(pair("a height and a width", count())),  # to which pictures are scaled
-    f"{_RGB}obs_randomizer_class": or_null(_RANDOMIZER),  # random crops; in acting, the middle
+    "observation.image_dim": or_null(pair("a height and a width", count())),  # to which pictures are scaled, and then
+    f"{_RGB}obs_randomizer_class": or_null(_RANDOMIZER),  # cropped at random; in acting, to the middle
     f"{_RGB}obs_randomizer_kwargs.crop_height": or_null(count()),
     f"{_RGB}obs_randomizer_kwargs.crop_width": or_null(count()),
     f"{_RGB}core_kwargs.backbone_class": choice(
@@ -144,7 +144,6 @@ ABSENT = (
     | absent("observation.modalities.obs.", "depth scan", "policies see numbers and pictures", [])
     | absent("observation.modalities.goal.", "low_dim rgb depth scan", "policies take no separate goal", [])
     | absent("observation.encoder.", "low_dim depth scan", "only pictures are encoded")
-    | absent("observation.", "image_dim", "set observation.encoder.rgb.size", [])
     | absent(_RGB, "fuser input_maps", "the features of all cameras are concatenated", {})
     | absent(_CORE, "flatten", "features are a vector", True)
     | absent(f"{_CORE}backbone_kwargs.", "pretrained input_coord_conv use_cam downsample", "weights names a file")

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from shared.program import UserError
+from shared.program import UserError, by_number
 
 RLDS = (
     "RLDS and DROID's raw episodes are not supported: convert them to LeRobot's format (Hugging Face has DROID as "
@@ -139,7 +139,7 @@ class Robomimic:
         else:
             there = ", ".join(masks) or "none"
             raise UserError(f"{self.path} has no subset {subset!r} of its episodes; there are: {there}")
-        return sorted(found, key=lambda name: int(name.rpartition("_")[2]))
+        return sorted(found, key=by_number)
 
     def names(self, episode: str) -> list[str]:
         demo = self.file["data"][episode]

@@ -159,15 +159,11 @@ class ResNet(nn.Module):
     """Compute features of pictures, (batch, height, width, 3) in uint8 to (batch, features).
 
     "SpatialSoftmax" finds `keypoints` points in the feature maps; "SpatialMeanPool" takes each map's mean. The first
-    stage of a "ResNet18Conv" has `width` channels, 64 in the paper; other backbones are torchvision's. Pictures are
-    scaled to `size` first, if it is given.
+    stage of a "ResNet18Conv" has `width` channels, 64 in the paper; other backbones are torchvision's.
     """
 
-    def __init__(
-        self, features: int, *, backbone: str, pool: str, keypoints: int, width: int, size: Sequence[int] | None
-    ) -> None:
+    def __init__(self, features: int, *, backbone: str, pool: str, keypoints: int, width: int) -> None:
         super().__init__()
-        self.size = size
         stages = _resnet18(width) if backbone == "ResNet18Conv" else _torchvisions(backbone)
         for name, stage in stages.items():
             self.add_module(name, stage)
@@ -182,8 +178,6 @@ class ResNet(nn.Module):
 
     def forward(self, pictures: torch.Tensor) -> torch.Tensor:
         x = pictures.permute(0, 3, 1, 2).float() / 127.5 - 1
-        if self.size:
-            x = nn.functional.interpolate(x, self.size, mode="bilinear", antialias=True)
         x = self.maxpool(self.bn1(self.conv1(x)).relu())
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
             x = stage(x)

@@ -16,7 +16,7 @@ from shared.program import check_shape, evaluating, update_average
 from torch import nn
 
 from .networks import ResNet, make_network
-from .samples import CONSTANT, Statistics, crop, crop_size
+from .samples import CONSTANT, Framing, Statistics
 
 AMP = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -38,15 +38,15 @@ class DiffusionPolicy(nn.Module):
             self.register_buffer(name, torch.tensor(values, dtype=torch.float32))
         shares = squaredcos_cap_v2(config["algo.ddpm.num_train_timesteps"])
         self.register_buffer("shares", shares.float(), persistent=False)
-        self.cameras, self.crop = list(cameras), crop_size(config)
+        self.cameras, self.framing = list(cameras), Framing.of(config)
         rgb = "observation.encoder.rgb.core_kwargs."
         features = config[f"{rgb}feature_dimension"]
         how = {
             "backbone": config[f"{rgb}backbone_class"],
             "pool": config[f"{rgb}pool_class"],
             "keypoints": config[f"{rgb}pool_kwargs.num_kp"],
+            "width": config[f"{rgb}backbone_kwargs.width"],
         }
-        how |= {"width": config[f"{rgb}backbone_kwargs.width"], "size": config["observation.encoder.rgb.size"]}
         self.encoders = nn.ModuleList(ResNet(features, **how) for _ in cameras)
         self.action_size = len(statistics.low)
         observed = self.observation_horizon * (len(statistics.mean) + len(self.cameras) * features)
@@ -56,9 +56,9 @@ class DiffusionPolicy(nn.Module):
         """Return the loss of each sample, (batch,): the mean squared error of the predicted noise or actions.
 
         The batch holds "observations" (batch, observation horizon, numbers), "actions" and "noise" (batch, prediction
-        horizon, numbers), the noising "step" (batch,), and by name the cameras' pictures (batch, observation horizon,
-        height, width, 3). The caller averages: a mean of each GPU's mean would differ where DataParallel splits the
-        batch unevenly.
+        horizon, numbers), the noising "step" (batch,), and by name the cameras' framed pictures (batch, observation
+        horizon, height, width, 3). The caller averages: a mean of each GPU's mean would differ where DataParallel
+        splits the batch unevenly.
         """
         center, reach = self._action_range()
         noise, step = batch["noise"], batch["step"]
@@ -71,10 +71,10 @@ class DiffusionPolicy(nn.Module):
     def act(self, seen: dict[str, torch.Tensor], noise: torch.Tensor) -> torch.Tensor:
         """Return the next actions, (batch, action horizon, numbers), within the range of the demonstrations' actions.
 
-        `seen` holds the last "observations" and uncropped pictures, otherwise as in `forward`; their middle is used.
+        `seen` holds the last "observations" and whole pictures, otherwise as in `forward`; their middle is used.
         `noise` is (batch, prediction horizon, numbers of an action).
         """
-        middle = {camera: crop(seen[camera], self.crop, (0.5, 0.5)) for camera in self.cameras}
+        middle = {camera: self.framing(seen[camera], (0.5, 0.5)) for camera in self.cameras}
         with evaluating(self):
             features, first = self._see(seen | middle), self.observation_horizon - 1
 

@@ -15,10 +15,12 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from shared.program import UserError, user_error
+from torch import nn
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
@@ -248,6 +250,8 @@ def _sum_up(
     low = np.min([one.low for one in training], axis=0)
     high = np.max([one.high for one in training], axis=0)
     env_id, _, _, picture_size = measured[0].kind
+    if picture_size:
+        Framing.of(config).check(*picture_size)
     env_id, statistics = config["experiment.env"] or env_id, Statistics(mean, std, low, high)
     return Index(folders, validation, entries, env_id, statistics, picture_size)
 
@@ -286,7 +290,7 @@ class Samples(Dataset[dict[str, np.ndarray]]):
         self.observed = config["algo.horizon.observation_horizon"]
         self.predicted = config["algo.horizon.prediction_horizon"]
         self.noising_steps = config["algo.ddpm.num_train_timesteps"]
-        self.crop = crop_size(config)
+        self.framing = Framing.of(config)
         self.order_epoch = -1  # of the order drawn last
 
     def set_epoch(self, epoch: int) -> None:
@@ -305,7 +309,7 @@ class Samples(Dataset[dict[str, np.ndarray]]):
         for camera in self.entries.cameras:
             steps = np.maximum(np.arange(step + 1 - self.observed, step + 1), 0)
             frames = look(episode.path, episode.name, camera, steps)
-            sample[camera] = crop(frames, self.crop, rng.random(2))
+            sample[camera] = self.framing(torch.from_numpy(frames), rng.random(2)).numpy()
         return sample
 
     def place(self, number: int) -> tuple[Episode, int]:
@@ -343,21 +347,42 @@ def cut(
     return {"observations": observations[seen], "actions": actions[planned]}
 
 
-def crop_size(config: dict[str, Any]) -> tuple[int, int] | None:
-    """Return the height and width to which pictures are cropped, or None."""
-    randomizer = "observation.encoder.rgb.obs_randomizer_"
-    if config[f"{randomizer}class"] is None:
-        return None
-    return config[f"{randomizer}kwargs.crop_height"], config[f"{randomizer}kwargs.crop_width"]
+class Framing(NamedTuple):
+    """How pictures are scaled and then cropped, each to (height, width) or, if None, not at all."""
 
+    scaled: list[int] | None
+    cropped: list[int] | None
 
-def crop(frames: np.ndarray, size: tuple[int, int] | None, place: Sequence[float]) -> np.ndarray:
-    """Crop pictures (..., height, width, 3); `place` says where, from 0 to 1 in each direction."""
-    if size is None:
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> Framing:
+        """Read the settings."""
+        randomizer = "observation.encoder.rgb.obs_randomizer_"
+        crop = [config[f"{randomizer}kwargs.crop_{name}"] for name in ("height", "width")]
+        return cls(config["observation.image_dim"], crop if config[f"{randomizer}class"] else None)
+
+    def check(self, height: int, width: int) -> None:
+        """Raise if crops do not fit into pictures of this size."""
+        height, width = self.scaled or (height, width)
+        high, wide = self.cropped or (0, 0)
+        if high > height or wide > width:
+            raise UserError(
+                f"crops of {high} x {wide} (height x width) do not fit into pictures of {height} x {width}: lower "
+                "observation.encoder.rgb.obs_randomizer_kwargs.crop_height and crop_width, or set observation.image_dim, "
+                "to which pictures are scaled first"
+            )
+
+    def __call__(self, frames: torch.Tensor, place: Sequence[float]) -> torch.Tensor:
+        """Frame pictures (..., height, width, 3) in uint8; `place` says where to crop, from 0 to 1 down and right."""
+        if self.scaled:
+            flat = frames.flatten(0, -4).permute(0, 3, 1, 2).float()
+            flat = nn.functional.interpolate(flat, self.scaled, mode="bilinear", antialias=True).round().byte()
+            frames = flat.permute(0, 2, 3, 1).unflatten(0, frames.shape[:-3])
+        if self.cropped:
+            height, width = self.cropped
+            top = int(place[0] * (frames.shape[-3] - height + 1))
+            left = int(place[1] * (frames.shape[-2] - width + 1))
+            frames = frames[..., top : top + height, left : left + width, :]
         return frames
-    top = int(place[0] * (frames.shape[-3] - size[0] + 1))
-    left = int(place[1] * (frames.shape[-2] - size[1] + 1))
-    return frames[..., top : top + size[0], left : left + size[1], :]
 
 
 def make_loader(index: Index, config: dict[str, Any], batch_size: int) -> Any:

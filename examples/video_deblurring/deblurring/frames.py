@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
-from shared.program import UserError, user_error
+from shared.program import UserError, by_number, user_error
 
 import ddpkit
 from deblurring.clips import ROOT
@@ -38,11 +38,6 @@ def remedy(path: str | Path) -> str:
     if ROOT in Path(path).parents:
         return "run prepare.py to make the example's data, or name your own in the option file"
     return "name a folder that holds a folder of frames for each clip"
-
-
-def by_number(name: str) -> list[str | int]:
-    """Sort names by the numbers in them: 2 before 10."""
-    return [int(piece) if piece.isdecimal() else piece for piece in re.split(r"(\d+)", name)]
 
 
 def open_source(root: str, part: str) -> Source:

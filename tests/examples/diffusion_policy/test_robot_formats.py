@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -242,6 +243,45 @@ def test_samples_are_what_was_written(write: Writer, tmp_path: Path) -> None:
     assert len(found) == sum(LENGTHS)
 
 
+@pytest.mark.parametrize(
+    ("crop", "image_dim", "problem"),
+    [
+        ((33, 48), None, "33 x 48 (height x width) do not fit into pictures of 32 x 48"),
+        ((32, 49), None, "do not fit into pictures of 32 x 48"),
+        (
+            (29, 40),
+            [28, 40],
+            "do not fit into pictures of 28 x 40: lower observation.encoder.rgb.obs_randomizer_kwargs",
+        ),
+        ((60, 90), [64, 96], ""),
+    ],
+)
+def test_crops_must_fit_into_pictures(
+    crop: tuple[int, int], image_dim: list[int] | None, problem: str, tmp_path: Path
+) -> None:
+    randomizer = "observation.encoder.rgb.obs_randomizer_"
+    more = [f"{randomizer}class=CropRandomizer", f"observation.image_dim={json.dumps(image_dim)}"]
+    more += [f"{randomizer}kwargs.crop_height={crop[0]}", f"{randomizer}kwargs.crop_width={crop[1]}"]
+    config = read_config(arguments(write_robomimic(tmp_path, make_episodes()), *more))
+    if problem:
+        with pytest.raises(UserError, match=re.escape(problem)):
+            scan(config)
+        return
+    index = scan(config)
+    sample = Samples(index.folders, index.entries, length=1, weights=None, config=config)[0]
+    assert sample[index.entries.cameras[0]].shape == (2, *crop, 3)
+
+
+def test_hdf5_episodes_may_have_any_names(tmp_path: Path) -> None:
+    path = write_robomimic(tmp_path, make_episodes())["path"]
+    with h5py.File(path, "r+") as file:
+        for old, new in zip(list(file["data"]), ["take 10, good", "take 2", "kitchen"], strict=False):
+            file["data"].move(old, new)
+        names = list(file["data"])
+    found = [episode.name for episode in scan(read_config([f"train.data_path={path}"])).folders[0]]
+    assert sorted(found) == sorted(names) and found.index("take 2") < found.index("take 10, good")
+
+
 @pytest.mark.parametrize("write", [write_robomimic, write_lerobot_2])
 def test_numbers_are_all_that_the_format_has_if_none_are_named(write: Writer, tmp_path: Path) -> None:
     path = write(tmp_path, make_episodes())["path"]
@@ -301,7 +341,7 @@ def test_an_image_policy_learns_from_them_by_options_only(
     more = [*SMALL, "observation.encoder.rgb.core_kwargs.backbone_kwargs.width=8", f"{randomizer}class=CropRandomizer"]
     more += [f"{randomizer}kwargs.crop_height=28", f"{randomizer}kwargs.crop_width=40", "train.batch_size=4"]
     more += ["experiment.rollout.enabled=false", "experiment.epoch_every_n_steps=3", "train.num_epochs=1"]
-    more += [f"train.output_dir={tmp_path}", "experiment.logging.log_tb=false", "observation.encoder.rgb.size=[24, 24]"]
+    more += [f"train.output_dir={tmp_path}", "experiment.logging.log_tb=false", "observation.image_dim=[30, 44]"]
     monkeypatch.setattr("sys.argv", ["train.py", *arguments(written, *more)])
     with ddpkit.distributed() as job, ddpkit.stopping() as stop:
         train.main(job, stop)

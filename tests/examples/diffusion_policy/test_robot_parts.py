@@ -17,7 +17,7 @@ from robot import samples
 from robot.config import read_config
 from robot.networks import ResNet, SpatialSoftmax
 from robot.policy import EMA, DiffusionPolicy, add_noise, ddim, squaredcos_cap_v2
-from robot.samples import Samples, Statistics, crop, scan, write_shard
+from robot.samples import Framing, Samples, Statistics, scan, write_shard
 from robot.train import keeping_random_state, load_encoders, lr_factor, wrap
 from shared.program import UserError
 from torch import nn
@@ -305,7 +305,7 @@ def test_encoders_take_torchvisions_names_and_tell_what_they_do_not_use(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    encoder = ResNet(8, backbone="ResNet18Conv", pool="SpatialMeanPool", keypoints=4, width=64, size=None)
+    encoder = ResNet(8, backbone="ResNet18Conv", pool="SpatialMeanPool", keypoints=4, width=64)
     names = {name.rpartition(".")[0] for name in encoder.state_dict() if not name.startswith("head")}
     stages = {1: 4, 2: 6, 3: 6, 4: 6}  # convolutions and norms of both blocks, and of the way past the first
     expected = {"conv1", "bn1"}
@@ -375,9 +375,17 @@ def test_an_image_policy_uses_each_picture_and_all_its_weights(pool: str) -> Non
 
 
 def test_pictures_are_cropped_and_in_acting_in_the_middle() -> None:
-    frames = np.arange(2 * 6 * 8 * 3, dtype=np.uint8).reshape(2, 6, 8, 3)
-    assert np.array_equal(crop(frames, (4, 4), (0.5, 0.5)), frames[:, 1:5, 2:6])
-    assert np.array_equal(crop(frames, (4, 4), (0.0, 0.999)), frames[:, 0:4, 4:8])
+    frames = torch.arange(2 * 6 * 8 * 3).byte().view(2, 6, 8, 3)
+    assert torch.equal(Framing(None, [4, 4])(frames, (0.5, 0.5)), frames[:, 1:5, 2:6])
+    assert torch.equal(Framing(None, [4, 4])(frames, (0.0, 0.999)), frames[:, 0:4, 4:8])
+    assert torch.equal(Framing(None, None)(frames, (0.0, 0.999)), frames)
+    rows, columns = torch.meshgrid(torch.arange(180.0), torch.arange(320.0), indexing="ij")
+    scene = torch.stack([rows / 180 * 255, columns / 320 * 255, 0 * rows], -1).round().byte()
+    seen = Framing([128, 128], [116, 116])(scene.expand(1, 2, -1, -1, -1), (0.5, 0.5))  # DROID's settings
+    assert seen.shape == (1, 2, 116, 116, 3)
+    lost = 255 * (128 - 116) / 128 / 2  # at each side
+    for channel in (0, 1):  # nearly the whole scene, in both directions
+        assert seen[..., channel].min() <= lost + 2 and seen[..., channel].max() >= 255 - lost - 3
     randomizer = "observation.encoder.rgb.obs_randomizer_"
     cropping = [f"{randomizer}class=CropRandomizer", f"{randomizer}kwargs.crop_height=32"]
     policy = make_policy(*NARROW, *cropping, f"{randomizer}kwargs.crop_width=32", cameras=("camera",))
