@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import logging
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 import ddpkit
 
 log = logging.getLogger("trainer")
 FORMAT = logging.Formatter("%(asctime)s.%(msecs)03d : %(message)s", "%y-%m-%d %H:%M:%S")
-NO_STEP = 2**62
 
 
 class UserError(Exception):
@@ -45,12 +42,10 @@ def users_code(about: str, remedy: str = "") -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)[1:]  # without the line above
-        own = [frame for frame in frames[1:] if "site-packages" not in frame.filename]
-        place = (own or frames)[-1]
-        raise UserError(
-            f"{about}: {type(error).__name__}: {error} (in {place.name}, {place.filename}, line {place.lineno}){remedy}"
-        ) from error
+        frames = traceback.extract_tb(error.__traceback__)[2:]  # without the line above and the call
+        own = [frame for frame in frames if "site-packages" not in frame.filename]
+        places = [f" (in {place.name}, {place.filename}, line {place.lineno})" for place in (own or frames)[-1:]]
+        raise UserError(f"{about}: {type(error).__name__}: {error}{''.join(places)}{remedy}") from error
 
 
 EXPECTED = (UserError, ddpkit.CheckpointError)
@@ -59,60 +54,6 @@ EXPECTED = (UserError, ddpkit.CheckpointError)
 def by_number(name: str) -> list[str | int]:
     """Sort names by the numbers in them: 2 before 10."""
     return [int(piece) if piece.isdecimal() else piece for piece in re.split(r"(\d+)", name)]
-
-
-def find_class(setting: str, name: str) -> Callable[..., Any]:
-    """Import a class of the user's, "package.module:Class", also from the current folder."""
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    module, _, kind = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module), kind)
-    except Exception as error:  # also of the user's own code, such as a CUDA extension that cannot be loaded
-        raise UserError(
-            f"{setting}: cannot import {name}: {type(error).__name__}: {error}; if it is not found, start in the "
-            f"folder that holds {module.partition('.')[0]}, put that folder on PYTHONPATH, or install the package"
-        ) from error
-
-
-@contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode for a block, then restore the mode of each module."""
-    former = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in former.items():
-            module.training = training
-
-
-def check_tensor(setting: str, found: object) -> None:
-    """Raise if a module of the user's returns no tensor or, in training, one without a gradient."""
-    if not isinstance(found, torch.Tensor):
-        raise UserError(
-            f"{setting}: it must return one tensor, but it returned a {type(found).__name__}: wrap it in a module "
-            "that returns the tensor alone"
-        )
-    if torch.is_grad_enabled() and not found.requires_grad:
-        raise UserError(
-            f"{setting}: it returned a tensor that has no gradient, so it cannot be trained: look for detach(), "
-            "no_grad() and operations without a derivative"
-        )
-
-
-def without_gradient(model: torch.nn.Module) -> list[str]:
-    """List the trainable parameters without a gradient after a backward pass: DDP would wait for them."""
-    return [name for name, weights in model.named_parameters() if weights.requires_grad and weights.grad is None]
-
-
-def check_shape(setting: str, found: object, expected: Sequence[int], names: str) -> None:
-    """Raise if a network of the user's returns no tensor or another shape, which a loss would broadcast silently."""
-    returned = tuple(found.shape) if isinstance(found, torch.Tensor) else f"a {type(found).__name__}"
-    if returned != tuple(expected):
-        raise UserError(
-            f"{setting}: the network must return {names}, here {tuple(expected)}, but it returned {returned}"
-        )
 
 
 class Parser(argparse.ArgumentParser):
@@ -209,28 +150,3 @@ def _close_log_files() -> None:
         if isinstance(handler, logging.FileHandler):
             root.removeHandler(handler)
             handler.close()
-
-
-@torch.no_grad()
-def update_average(average: torch.nn.Module, model: torch.nn.Module, keep: float) -> None:
-    """Update parameters as E = keep · E + (1 − keep) · G, and copy buffers, which a model may replace by new ones."""
-    torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1 - keep)
-    for buffer, other in zip(average.buffers(), model.buffers(), strict=True):
-        buffer.copy_(other)
-
-
-def stop_if_not_finite(first_bad: torch.Tensor, step: int, model: torch.nn.Module, advice: str) -> None:
-    """Raise on every rank if a loss or weights are not finite after a step. Collective.
-
-    `first_bad` is the first step, counted from 1, with such a loss on this rank, or `NO_STEP`.
-    """
-    first = int(first_bad)
-    if not all(weights.isfinite().all() for weights in model.parameters()):
-        first = min(first, step)
-    firsts = ddpkit.all_gather_object(first)
-    first = min(firsts)
-    if first < NO_STEP:
-        raise UserError(
-            f"loss or weights are not finite since iteration {first}, first on rank {firsts.index(first)}; "
-            f"nothing was saved after it: {advice}"
-        )

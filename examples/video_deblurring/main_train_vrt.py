@@ -11,7 +11,6 @@ program has the measured results.
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import secrets
@@ -19,7 +18,7 @@ import secrets
 import torch
 from deblurring.checkpoints import find_newest, load_weights, restore_set, save_set
 from deblurring.data import Crops, find_clips, make_loader
-from deblurring.networks import as_float, inputs, make_network
+from deblurring.networks import as_float, inputs, make_network, try_out
 from deblurring.options import Options, redacted
 from deblurring.running import News, open_boards, open_folder, run
 from deblurring.testing import find_test_clips, tell, test
@@ -32,7 +31,8 @@ from deblurring.training import (
     set_learning_rates,
     take_settings,
 )
-from shared.program import stop_if_not_finite, update_average, user_error
+from shared.networks import average_of, stop_if_not_finite, update_average
+from shared.program import user_error
 from tqdm import tqdm
 
 import ddpkit
@@ -59,11 +59,13 @@ def main(opt: Options, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
     if seed is None:  # rank 0 draws it: ranks with seeds of their own would not share an order
         seed = found.saved["seed"] if found else ddpkit.broadcast(secrets.randbits(31))
     ddpkit.seed_everything(seed)
-    loader = make_loader(Crops(clips, data, seed, opt["scale"]), data, plan.per_rank_batch_size)
+    crops = Crops(clips, data, seed, opt["scale"])
+    loader = make_loader(crops, data, plan.per_rank_batch_size)
     net = make_network(opt).to(job.device)
+    try_out(net, crops[0], job.device)
     if opt["path"]["pretrained_netG"] and not found:
         load_weights(net, opt["path"]["pretrained_netG"], strict=train["G_param_strict"])
-    average = copy.deepcopy(net).requires_grad_(False) if train["E_decay"] else None
+    average = average_of(net, "train.E_decay=0") if train["E_decay"] else None
     if average and opt["path"]["pretrained_netE"] and not found:
         load_weights(average, opt["path"]["pretrained_netE"], strict=train["E_param_strict"], average=True)
     loss_of = make_loss(train, job.device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -71,6 +73,37 @@ class Detached(Net):
         return super().forward(frames).detach()
 
 
+class Turned(Net):
+    """Returns (batch, channels, frames, height, width), which for three frames are as many numbers."""
+
+    def forward(self, frames: Tensor) -> Tensor:
+        return super().forward(frames).transpose(1, 2)
+
+
+class Talkative(Net):
+    """Returns more in evaluation."""
+
+    def forward(self, frames: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        found = super().forward(frames)
+        return found if self.training else (found, frames)
+
+
+def norm(layer: nn.Module) -> nn.Module:
+    """Normalise weights as published networks do; newer ones call torch's parametrization."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.utils.weight_norm(layer)
+
+
+class Normed(Net):
+    """Its weights are computed from others before each call; another layer gets its size from the first input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, depth=0)
+        self.first = norm(self.first)
+        self.last = nn.LazyConv3d(3, (1, 3, 3), padding=(0, 1, 1))
+
+
 class Picky(Net):
     """Refuses its width."""
 
@@ -123,6 +156,34 @@ class NoiseAndStep(Noise):
 
     def forward(self, actions: Tensor, step: Tensor, observations: Tensor) -> tuple[Tensor, Tensor]:
         return super().forward(actions, step, observations), step
+
+
+class DetachedNoise(Noise):
+    """Loses its gradient."""
+
+    def forward(self, actions: Tensor, step: Tensor, observations: Tensor) -> Tensor:
+        return super().forward(actions, step, observations).detach()
+
+
+class TalkativeNoise(Noise):
+    """Returns more in evaluation."""
+
+    def forward(self, actions: Tensor, step: Tensor, observations: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        found = super().forward(actions, step, observations)
+        return found if self.training else (found, step)
+
+
+class NormedNoise(Noise):
+    """Its weights are computed from others before each call; another layer gets its size from the first input."""
+
+    def __init__(self, channels: int, observation: int) -> None:
+        super().__init__(channels, observation)
+        self.see = nn.Sequential(norm(nn.Linear(observation + 1, 16)), nn.ReLU())
+        self.find = nn.LazyLinear(channels)
+
+
+def no_noise(channels: int, observation: int) -> str:
+    return "a network"
 
 
 class Spare(Noise):

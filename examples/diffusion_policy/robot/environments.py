@@ -27,7 +27,8 @@ import numpy as np
 import torch
 from gymnasium.envs.registration import EnvSpec
 from PIL import Image
-from shared.program import UserError, find_class, user_error, users_code
+from shared.networks import find_class
+from shared.program import UserError, user_error, users_code
 from tqdm import trange
 
 import ddpkit

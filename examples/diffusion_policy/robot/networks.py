@@ -14,18 +14,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from shared.program import UserError, find_class, user_error, users_code
+from shared.networks import make_module
+from shared.program import UserError, user_error
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
 def make_network(config: dict[str, Any], channels: int, observation: int) -> nn.Module:
-    """Make the network that predicts noise: the U-Net, or a class of the user's with the same interface."""
+    """Make the network that predicts noise: the U-Net, or a class of the user's with the same interface. Collective."""
     name = config["algo.network.class"]
     if name is not None:
-        make = find_class("algo.network.class", name)
-        with users_code(f"algo.network: cannot make {name}"):
-            return make(channels, observation, **config["algo.network.kwargs"])
+        return make_module("algo.network.class", name, (channels, observation), config["algo.network.kwargs"])
     with user_error("algo.unet", ValueError):
         return UNet1D(
             channels,

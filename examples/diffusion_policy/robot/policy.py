@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from typing import Any
 
 import torch
-from shared.program import check_shape, evaluating, update_average
+from shared.networks import average_of, check_output, evaluating, update_average
 from torch import nn
 
 from .networks import ResNet, make_network
@@ -105,7 +104,7 @@ class DiffusionPolicy(nn.Module):
     def _run_network(self, noisy: torch.Tensor, step: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         with self._autocast(noisy.device):
             found = self.network(noisy, step, seen)
-        check_shape("algo.network.class", found, noisy.shape, "a tensor (batch, time, numbers of an action)")
+        check_output("algo.network.class", found, noisy.shape, "(batch, time, numbers of an action)")
         return found.float()
 
     def _autocast(self, device: torch.device) -> torch.autocast:
@@ -165,7 +164,7 @@ class EMA(nn.Module):
 
     def __init__(self, policy: DiffusionPolicy, power: float) -> None:
         super().__init__()
-        self.power, self.policy = power, deepcopy(policy).requires_grad_(False)
+        self.power, self.policy = power, average_of(policy, "algo.ema.enabled=false")
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
 
     def update(self, policy: DiffusionPolicy) -> None:

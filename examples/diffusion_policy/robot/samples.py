@@ -367,8 +367,8 @@ class Framing(NamedTuple):
         if high > height or wide > width:
             raise UserError(
                 f"crops of {high} x {wide} (height x width) do not fit into pictures of {height} x {width}: lower "
-                "observation.encoder.rgb.obs_randomizer_kwargs.crop_height and crop_width, or set observation.image_dim to "
-                "a larger size, to which pictures are scaled first"
+                "observation.encoder.rgb.obs_randomizer_kwargs.crop_height and crop_width, or raise "
+                "observation.image_dim, to which pictures are scaled first"
             )
 
     def __call__(self, frames: torch.Tensor, place: Sequence[float]) -> torch.Tensor:

@@ -29,17 +29,10 @@ from typing import Any
 import numpy as np
 import torch
 from shared.boards import Boards
-from shared.program import (
-    NO_STEP,
-    Parser,
-    UserError,
-    evaluating,
-    one_message,
-    stop_if_not_finite,
-    user_error,
-    without_gradient,
-)
+from shared.networks import NO_STEP, evaluating, stop_if_not_finite, without_gradient
+from shared.program import Parser, UserError, one_message, user_error, users_code
 from shared.settings import nested
+from torch.utils.data import default_collate
 from tqdm import trange
 
 import ddpkit
@@ -70,7 +63,8 @@ def main(job: ddpkit.Context, stop: ddpkit.Stop) -> None:
     validation = make_validation_loader(index, config, plan.per_rank_batch_size) if index.held_out else None
 
     ddpkit.seed_everything(config["train.seed"])
-    policy = DiffusionPolicy(config, index.statistics, index.entries.cameras)
+    policy = DiffusionPolicy(config, index.statistics, index.entries.cameras).to(job.device)
+    try_network(policy, loader.dataset[0], job.device)
     if not resumes:
         load_encoders(policy, config)
     ddpkit.seed_everything(config["train.seed"], per_rank=True)  # the ranks' dropout differs; their weights do not
@@ -189,6 +183,13 @@ def try_environment(index: Index) -> None:
             "the repository, or set experiment.rollout.enabled=false"
         ) from None
     check_environment(index)
+
+
+@torch.no_grad()
+def try_network(policy: DiffusionPolicy, sample: dict[str, Any], device: torch.device) -> None:
+    """Call the networks once in evaluation, where they may return something else; lazy modules get their sizes."""
+    with evaluating(policy), users_code("algo.network.class: the network fails"):
+        policy(to_device(default_collate([sample]), device))
 
 
 @user_error("train.batch_size", ValueError)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from shared.program import UserError, check_shape, check_tensor, find_class, users_code
+from numpy.typing import NDArray
+from shared.networks import check_output, evaluating, make_module
+from shared.program import users_code
 from torch import Tensor, nn
 
-import ddpkit
 from deblurring.clips import SPIKES, WINDOW
 from deblurring.options import has_spikes
 
@@ -36,8 +37,22 @@ def inputs(part: Mapping[str, Tensor]) -> list[Tensor]:
 
 def check_restored(frames: Tensor, shape: Sequence[int]) -> None:
     """Raise if a network returns no tensor, one without a gradient, or another shape than the sharp frames."""
-    check_tensor("netG.net_type", frames)
-    check_shape("netG.net_type", frames, shape, "(batch, frames, channels, height, width)")
+    check_output("netG.net_type", frames, shape, "(batch, frames, channels, height, width)")
+
+
+@torch.no_grad()
+def try_out(net: nn.Module, sample: Mapping[str, NDArray[Any]], device: torch.device) -> None:
+    """Call a network once in evaluation, where it may return something else; lazy modules get their sizes."""
+    part = as_float({name: torch.from_numpy(values)[None] for name, values in sample.items()}, device)
+    with evaluating(net), users_code("netG.net_type: the network fails"):
+        check_restored(net(*inputs(part)), part["H"].shape)
+        if part["H"].shape[1] == part["H"].shape[2]:  # frames and channels, which the shape cannot tell apart
+            two = {name: values[:, :2] for name, values in part.items()}
+            found = None
+            with suppress(Exception):  # of a network for as many frames as it is trained with
+                found = net(*inputs(two))
+            if isinstance(found, Tensor) and found.shape == two["H"].transpose(1, 2).shape:
+                check_restored(found, two["H"].shape)
 
 
 def inject_detail(blurred: Tensor, spikes: Tensor) -> Tensor:
@@ -99,27 +114,7 @@ def make_network(opt: Mapping[str, Any]) -> nn.Module:
     kind = arguments.pop("net_type")
     if kind == "tiny_clip":
         return TinyClip(opt["datasets"]["train"]["num_frame"], **arguments, spikes=has_spikes(opt))
-    return make_class("netG.net_type", KAIRS.get(kind, kind), arguments)
-
-
-def make_class(setting: str, kind: str, arguments: Mapping[str, Any]) -> nn.Module:
-    """Make a module of the user's, first on one rank of each node, as it may download files. Collective."""
-    make = find_class(setting, kind)
-    if not callable(make):
-        raise UserError(f"{setting}: {kind} must be a class of torch.nn.Module, but it is a {type(make).__name__}")
-    signature = inspect.signature(make)
-    try:
-        signature.bind(**arguments)
-    except TypeError as error:
-        advice = "it is called without arguments"
-        if arguments:
-            section = f'netG={{"net_type": "{kind}", …}}'
-            advice = (
-                f"it gets all keys of netG, also from the option file: '{section}' on the command line replaces them"
-            )
-        raise UserError(f"{setting}: {kind}{signature}: {error}; {advice}") from error
-    with ddpkit.main_process_first(local=True), users_code(f"{setting}: cannot make {kind}"):
-        module = make(**arguments)
-    if not isinstance(module, nn.Module):
-        raise UserError(f"{setting}: {kind} must make a torch.nn.Module, but it made a {type(module).__name__}")
-    return module
+    name = KAIRS.get(kind, kind)
+    section = f'netG={{"net_type": "{name}", …}}'
+    remedy = f"; it gets all keys of netG, also from the option file: '{section}' on the command line replaces them"
+    return make_module("netG.net_type", name, (), arguments, remedy)

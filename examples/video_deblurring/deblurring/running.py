@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from shared.boards import Boards
-from shared.program import NO_STEP, Parser, UserError, log_to, one_message, user_error
+from shared.networks import NO_STEP
+from shared.program import Parser, UserError, log_to, one_message, user_error
 from torch import Tensor
 
 import ddpkit

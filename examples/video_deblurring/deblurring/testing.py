@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
-from shared.program import evaluating, user_error
+from shared.networks import evaluating
+from shared.program import user_error
 from torch import Tensor, nn
 from tqdm import tqdm
 

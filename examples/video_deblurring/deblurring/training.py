@@ -8,17 +8,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from shared.program import UserError, check_tensor, without_gradient
+from shared.networks import check_output, make_module, without_gradient
+from shared.program import UserError
 from torch import Tensor, nn
 
-from deblurring.networks import check_restored, make_class
+from deblurring.networks import check_restored
 
 
 def make_loss(train: Mapping[str, Any], device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
     """Make the loss that `train` names: l1, l2, Charbonnier (l1 smoothed at 0) or the user's own. Collective."""
     kind = train["G_lossfn_type"]
     if ":" in kind:
-        measure = make_class("train.G_lossfn_type", kind, {}).to(device).eval().requires_grad_(False)
+        measure = make_module("train.G_lossfn_type", kind, (), {}).to(device).eval().requires_grad_(False)
     elif kind == "l1":
         measure = nn.functional.l1_loss
     elif kind == "l2":
@@ -31,7 +32,7 @@ def make_loss(train: Mapping[str, Any], device: torch.device) -> Callable[[Tenso
     def loss_of(restored: Tensor, sharp: Tensor) -> Tensor:
         check_restored(restored, sharp.shape)
         loss = measure(restored.float(), sharp)
-        check_tensor("train.G_lossfn_type", loss)
+        check_output("train.G_lossfn_type", loss)
         return train["G_lossfn_weight"] * loss.mean()
 
     return loss_of

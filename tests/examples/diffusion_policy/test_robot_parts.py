@@ -135,7 +135,8 @@ def test_a_network_may_find_the_actions_instead_of_the_noise() -> None:
     policy.network = Knowing()
     center, reach = policy._action_range()
     batch["actions"] = center + reach * policy.network(batch["noise"], batch["step"], None)
-    assert policy(batch).max() < 1e-12
+    with torch.no_grad():  # nothing is learned
+        assert policy(batch).max() < 1e-12
     plan = policy.act(batch, batch["noise"])
     torch.testing.assert_close(plan, batch["actions"][:, 1:9], rtol=1e-4, atol=1e-4)
     assert make_policy("algo.ddpm.prediction_type=epsilon")(make_batch()).equal(make_policy()(make_batch()))
@@ -284,7 +285,7 @@ def test_a_network_of_the_users_takes_the_u_nets_place() -> None:
     with pytest.raises(UserError, match=r"cannot make .*:Recurrent: ValueError: .*in __init__, .*robot_parts.py, line"):
         make_policy(f"algo.network.class={__name__}:Recurrent", 'algo.network.kwargs={"hidden": 0}')
     pair = make_policy("algo.network.class=somebodys.nets:NoiseAndStep")
-    with pytest.raises(UserError, match=r"must return a tensor .*, here \(6, 16, 4\), but it returned a tuple"):
+    with pytest.raises(UserError, match="must return one tensor, but it returned a tuple"):
         pair(batch)
     with pytest.raises(UserError, match="unexpected keyword argument 'depth'"):
         make_policy(f"algo.network.class={__name__}:Recurrent", 'algo.network.kwargs={"depth": 2}')

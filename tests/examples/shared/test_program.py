@@ -15,17 +15,8 @@ import pytest
 import torch
 from conftest import on_ranks
 from processes import Ended, free_port, platform_env, run
-from shared.program import (
-    NO_STEP,
-    Parser,
-    UserError,
-    evaluating,
-    find_class,
-    one_message,
-    stop_if_not_finite,
-    user_error,
-    users_code,
-)
+from shared.networks import NO_STEP, evaluating, find_class, stop_if_not_finite
+from shared.program import Parser, UserError, one_message, user_error, users_code
 from torch import nn
 
 import ddpkit

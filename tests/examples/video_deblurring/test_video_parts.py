@@ -27,7 +27,8 @@ from deblurring.training import (
     set_learning_rates,
     take_settings,
 )
-from shared.program import UserError, update_average
+from shared.networks import update_average
+from shared.program import UserError
 
 CPU = torch.device("cpu")
 TRAIN: dict[str, Any] = {

@@ -160,6 +160,7 @@ def runs(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
                     ),
                     call("rgb", "rgb", **RGB, **apart),
                     call("own", "own", **own(root / "released.pth"), train__total_iter=4),
+                    call("normed", "normed", **somebodys("Normed"), train__E_decay=0.5, train__total_iter=4),
                     call("idle", "idle", **somebodys("Idle"), find_unused_parameters=True, train__total_iter=2),
                     call("test2", "whole2", TEST),
                 ],
@@ -180,6 +181,7 @@ def runs(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         )
     ]
     one += [call(f"amp_{kind}", f"amp_{kind}", train__amp=kind, train__total_iter=2) for kind in ("bf16", "fp16")]
+    one += [call("normed1", "normed1", **somebodys("Normed"), train__E_decay=0.5, train__total_iter=4)]
     one += [call("shorter", "half1", train__total_iter=9)]
     one += [call("slower", "slower", train__G_optimizer_lr=1e-4, train__total_iter=8)]
     one += [call(f"unseeded{i}", "unseeded", train__manual_seed=None, train__total_iter=i) for i in (1, 2)]
@@ -217,6 +219,11 @@ def test_two_ranks_give_what_one_gives(runs: Runs) -> None:
     assert [line[:3] for line in lines[0]] == [line[:3] for line in lines[1]]
     for first, second in zip(*lines, strict=True):
         assert float(first[3]) == pytest.approx(float(second[3]), rel=2e-3)  # the loss is that of all ranks
+
+
+def test_computed_weights_and_layers_without_sizes_train_and_are_averaged(runs: Runs) -> None:
+    one, two = (weights(runs[0] / folder, 4, "E") for folder in ("normed1", "normed"))
+    assert one.keys() >= {"first.weight_v", "last.weight"} and near(one, two)
 
 
 @pytest.mark.parametrize(("folder", "ranks"), [("half", 3), ("half1", 1)])
@@ -468,24 +475,34 @@ def test_what_cannot_be_done_is_said_once_and_all_ranks_end(runs: Runs, clips: P
         "depht": (
             TRAIN,
             {"netG": {"net_type": "somebodys.nets:Net", "width": 4, "depht": 2}},
-            r"netG.net_type: somebodys.nets:Net\(width.*, depth.*\).*: got an unexpected keyword argument 'depht'; it "
+            r"netG.net_type: cannot make somebodys.nets:Net: TypeError: .* unexpected keyword argument 'depht'; it "
             r"gets all keys of netG, also from the option file: 'netG={.net_type.: .somebodys.nets:Net., …}' on the co",
         ),
         "loss": (
             TRAIN,
             {"train__G_lossfn_type": "somebodys.nets:Net"},
-            r"train.G_lossfn_type: somebodys.nets:Net\(width.*: missing a required argument: 'width'; it is called",
+            "train.G_lossfn_type: cannot make somebodys.nets:Net: .* missing 1 required positional argument: 'width'",
         ),
         "middle": (
             TRAIN,
             RGB | {"netG": {"net_type": "somebodys.nets:Middle", "width": 4}},
-            r"netG.net_type: the network must return \(batch, frames, channels, height, width\), here \(\d, \d, 3, .*, "
+            r"netG.net_type: it must return \(batch, frames, channels, height, width\), here \(\d, \d, 3, .*, "
             r"but it returned \(\d, 1, 3, ",
         ),
         "pair": (
             TRAIN,
             somebodys("Pair"),
             "netG.net_type: it must return one tensor, but it returned a tuple: wrap it",
+        ),
+        "turned": (
+            TRAIN,
+            somebodys("Turned"),
+            r"must return \(batch, frames, channels, height, width\), here \(1, 2, 3, .*, but it returned \(1, 3, 2,",
+        ),
+        "talkative": (
+            TRAIN,
+            somebodys("Talkative"),
+            "netG.net_type: it must return one tensor, but it returned a tuple",
         ),
         "detached": (TRAIN, somebodys("Detached"), "netG.net_type: it returned a tensor that has no gradient"),
         "picky": (
@@ -502,7 +519,7 @@ def test_what_cannot_be_done_is_said_once_and_all_ranks_end(runs: Runs, clips: P
         "module": (
             TRAIN,
             RGB | {"netG": {"net_type": "somebodys.nets:__name__"}},
-            "netG.net_type: somebodys.nets:__name__ must be a class of torch.nn.Module, but it is a str",
+            "netG.net_type: cannot make somebodys.nets:__name__: TypeError: 'str' object is not callable",
         ),
         "terms": (
             TRAIN,

@@ -1,0 +1,113 @@
+"""What trainers need for networks of their users: import, try and check them, and average their weights."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import ddpkit
+
+from .program import UserError, users_code
+
+NO_STEP = 2**62
+
+
+def find_class(setting: str, name: str) -> Callable[..., Any]:
+    """Import a class of the user's, "package.module:Class", also from the current folder."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    module, _, kind = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), kind)
+    except Exception as error:  # also of the user's own code, such as a CUDA extension that cannot be loaded
+        raise UserError(
+            f"{setting}: cannot import {name}: {type(error).__name__}: {error}; if it is not found, start in the "
+            f"folder that holds {module.partition('.')[0]}, put that folder on PYTHONPATH, or install the package"
+        ) from error
+
+
+def make_module(setting: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], remedy: str = "") -> nn.Module:
+    """Make a module of the user's, first on one rank of each node, as it may download files. Collective."""
+    make = find_class(setting, name)
+    with ddpkit.main_process_first(local=True), users_code(f"{setting}: cannot make {name}", remedy):
+        module = make(*args, **kwargs)
+    if not isinstance(module, nn.Module):
+        raise UserError(f"{setting}: {name} must make a torch.nn.Module, but it made a {type(module).__name__}")
+    return module
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode for a block, then restore the mode of each module."""
+    former = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in former.items():
+            module.training = training
+
+
+def check_output(setting: str, found: object, shape: Sequence[int] | None = None, names: str = "") -> None:
+    """Raise if a module of the user's returns no tensor, another shape, or in training a tensor without a gradient."""
+    if not isinstance(found, Tensor):
+        raise UserError(
+            f"{setting}: it must return one tensor, but it returned a {type(found).__name__}: wrap it in a module "
+            "that returns the tensor alone"
+        )
+    if shape is not None and found.shape != shape:  # a loss would broadcast it silently
+        raise UserError(f"{setting}: it must return {names}, here {tuple(shape)}, but it returned {tuple(found.shape)}")
+    if torch.is_grad_enabled() and not found.requires_grad:
+        raise UserError(
+            f"{setting}: it returned a tensor that has no gradient, so it cannot be trained: look for detach(), "
+            "no_grad() and operations without a derivative"
+        )
+
+
+def without_gradient(model: nn.Module) -> list[str]:
+    """List the trainable parameters without a gradient after a backward pass: DDP would wait for them."""
+    return [name for name, weights in model.named_parameters() if weights.requires_grad and weights.grad is None]
+
+
+def average_of(network: nn.Module, off: str) -> nn.Module:
+    """Copy a network for a moving average of its weights; `off` is the setting for none.
+
+    Tensors that are computed from weights before each call, as by `torch.nn.utils.weight_norm`, are copied as they are.
+    """
+    held = (value for module in network.modules() for value in vars(module).values() if isinstance(value, Tensor))
+    computed = {id(value): value.detach().clone() for value in held if not value.is_leaf}
+    with users_code("the network cannot be copied for a moving average", f"; to train without one, set {off}"):
+        return deepcopy(network, computed).requires_grad_(False)
+
+
+@torch.no_grad()
+def update_average(average: nn.Module, model: nn.Module, keep: float) -> None:
+    """Update parameters as E = keep · E + (1 − keep) · G, and copy buffers, which a model may replace by new ones."""
+    torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1 - keep)
+    for buffer, other in zip(average.buffers(), model.buffers(), strict=True):
+        buffer.copy_(other)
+
+
+def stop_if_not_finite(first_bad: Tensor, step: int, model: nn.Module, advice: str) -> None:
+    """Raise on every rank if a loss or weights are not finite after a step. Collective.
+
+    `first_bad` is the first step, counted from 1, with such a loss on this rank, or `NO_STEP`.
+    """
+    first = int(first_bad)
+    if not all(weights.isfinite().all() for weights in model.parameters()):
+        first = min(first, step)
+    firsts = ddpkit.all_gather_object(first)
+    first = min(firsts)
+    if first < NO_STEP:
+        raise UserError(
+            f"loss or weights are not finite since iteration {first}, first on rank {firsts.index(first)}; "
+            f"nothing was saved after it: {advice}"
+        )
