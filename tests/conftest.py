@@ -50,7 +50,7 @@ _OF_EXAMPLES = {
     "examples/diffusion_policy/*": ["gymnasium_robotics", "mujoco", "tensorboard", "PIL"],
     "examples/shared/*": ["tqdm"],
     "examples/snakes_ddpg/*": ["numba", "tensorboard", "PIL"],
-    "examples/video_deblurring/*": ["av", "skvideo", "tensorboard", "PIL"],
+    "examples/video_deblurring/*": ["av", "skvideo", "skimage", "tensorboard", "PIL"],
 }
 
 

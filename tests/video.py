@@ -75,6 +75,11 @@ def write_options(path: Path, opt: dict[str, Any]) -> str:
     return str(path)
 
 
+RGB = {
+    f"datasets__{split}__{key}": value
+    for split in ("train", "test")
+    for key, value in (("dataset_type", f"VideoRecurrent{split.title()}Dataset"), ("dataroot_spike", None))
+}
 PARTS = {"gt": "GT", "lq": "GT_blurred", "spike": "spike"}
 BASE: dict[str, Any] = {
     "task": "tiny",

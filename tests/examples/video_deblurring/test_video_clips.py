@@ -512,6 +512,17 @@ def test_a_test_frame_that_is_not_whole_is_found_at_the_start(tmp_path: Path) ->
         find_test_clips(opt)
 
 
+def test_frames_that_have_no_ssim_are_refused_at_the_start(tmp_path: Path) -> None:
+    root = video.write_clips(tmp_path)
+    for path in root.glob("test_GT*/y/*.png"):
+        with Image.open(path) as image:
+            small = image.crop((0, 0, image.width, 10))
+        small.save(path)
+    opt = complete(video.options(root, tmp_path, **video.RGB))
+    with pytest.raises(UserError, match="clip y has frames of 24 x 10, but SSIM averages over 11 x 11 pixels"):
+        find_test_clips(opt)
+
+
 def test_odd_frames_are_for_networks_that_take_them(tmp_path: Path) -> None:
     root = video.write_clips(tmp_path)
     for path in root.glob("*_GT*/*/*.png"):
@@ -522,13 +533,9 @@ def test_odd_frames_are_for_networks_that_take_them(tmp_path: Path) -> None:
         find_clips(section(root), 3)
     data = section(root, dataroot_spike=None)
     assert Crops(find_clips(data, 3), data, seed=0)[0]["H"].shape == (3, 3, 16, 16)
-    changes = {f"datasets__{split}__dataroot_spike": None for split in ("train", "test")}
-    changes |= {
-        f"datasets__{split}__dataset_type": f"VideoRecurrent{split.title()}Dataset" for split in ("train", "test")
-    }
     with pytest.raises(UserError, match="x has frames of 31 x 23: with tiny_clip, width and height must be multiples"):
-        find_test_clips(complete(video.options(root, tmp_path, **changes)))
-    opt = complete(video.options(root, tmp_path, **changes, netG={"net_type": "somebodys.nets:Net", "width": 4}))
+        find_test_clips(complete(video.options(root, tmp_path, **video.RGB)))
+    opt = complete(video.options(root, tmp_path, **video.RGB, netG={"net_type": "somebodys.nets:Net", "width": 4}))
     assert find_test_clips(opt)[0].shapes["L"] == (23, 31, 3)
 
 

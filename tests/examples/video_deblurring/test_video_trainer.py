@@ -158,7 +158,7 @@ def runs(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
                         datasets__train__dataloader_batch_size_is="per_rank",
                         train__total_iter=1,
                     ),
-                    call("rgb", "rgb", **RGB, **apart),
+                    call("rgb", "rgb", **video.RGB, **apart),
                     call("own", "own", **own(root / "released.pth"), train__total_iter=4),
                     call("normed", "normed", **somebodys("Normed"), train__E_decay=0.5, train__total_iter=4),
                     call("idle", "idle", **somebodys("Idle"), find_unused_parameters=True, train__total_iter=2),
@@ -173,7 +173,7 @@ def runs(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     three = [call("resumed3", "half", logging__use_wandb=HAS_WANDB), call("test3", "whole2", TEST)]
     printed[3] = outputs(launch(3, [*three, call("blind3", "blind3", TEST, **blind)]))
     one = [call("resumed1", "half1"), call("whole1", "whole1"), call("test1", "whole2", TEST)]
-    one += [call("blind1", "blind1", TEST, **blind), call("rgb1", "rgb1", **RGB, **apart)]
+    one += [call("blind1", "blind1", TEST, **blind), call("rgb1", "rgb1", **video.RGB, **apart)]
     one += [call("owntest", "own", TEST, **own(root / "released.pth"))]
     one += [
         call(
@@ -189,15 +189,8 @@ def runs(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return root, printed
 
 
-RGB = {
-    f"datasets__{split}__{key}": value
-    for split in ("train", "test")
-    for key, value in (("dataset_type", f"VideoRecurrent{split.title()}Dataset"), ("dataroot_spike", None))
-}
-
-
 def somebodys(network: str) -> dict[str, Any]:
-    return RGB | {"netG": {"net_type": f"somebodys.nets:{network}", "width": 4}}
+    return video.RGB | {"netG": {"net_type": f"somebodys.nets:{network}", "width": 4}}
 
 
 def own(released: Path) -> dict[str, Any]:
@@ -205,7 +198,7 @@ def own(released: Path) -> dict[str, Any]:
     arguments = {"width": 4, "dropout": 0.5, "checkpointing": True}
     changes = {"path__pretrained_netG": str(released), "use_static_graph": True, "val__num_frame_testing": 4}
     changes |= {"train__fix_iter": 2, "train__fix_keys": ["first"], "train__checkpoint_save": 2}
-    return RGB | changes | {"netG": {"net_type": "somebodys.nets:Net", **arguments}}
+    return video.RGB | changes | {"netG": {"net_type": "somebodys.nets:Net", **arguments}}
 
 
 def test_two_ranks_give_what_one_gives(runs: Runs) -> None:
@@ -326,7 +319,7 @@ def test_a_run_leaves_the_folders_of_the_original(runs: Runs) -> None:
     with open(folder / "test.csv") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 3 * (4 + 3 + 5) and list(rows[0])[:4] == ["clip", "frame", "what", "psnr"]
-    report = json.loads((folder / "test.json").read_text())
+    report = json.loads((folder / "test.json").read_text(), parse_constant=pytest.fail)
     for row in rows:
         assert float(row["ssim"]) == report["frames"][row["clip"]][row["frame"]][row["what"]]["ssim"]
     with av.open(str(folder / "images/x/12.mp4")) as film:
@@ -485,7 +478,7 @@ def test_what_cannot_be_done_is_said_once_and_all_ranks_end(runs: Runs, clips: P
         ),
         "middle": (
             TRAIN,
-            RGB | {"netG": {"net_type": "somebodys.nets:Middle", "width": 4}},
+            video.RGB | {"netG": {"net_type": "somebodys.nets:Middle", "width": 4}},
             r"netG.net_type: it must return \(batch, frames, channels, height, width\), here \(\d, \d, 3, .*, "
             r"but it returned \(\d, 1, 3, ",
         ),
@@ -510,15 +503,19 @@ def test_what_cannot_be_done_is_said_once_and_all_ranks_end(runs: Runs, clips: P
             somebodys("Picky"),
             "netG.net_type: cannot make somebodys.nets:Picky: KeyError: 'width 4' .in __init__, .*nets.py, line",
         ),
-        "bare": (TRAIN, RGB | {"netG": {"net_type": "somebodys.nets:Bare"}}, "the network has no parameters to train"),
+        "bare": (
+            TRAIN,
+            video.RGB | {"netG": {"net_type": "somebodys.nets:Bare"}},
+            "the network has no parameters to train",
+        ),
         "function": (
             TRAIN,
-            RGB | {"netG": {"net_type": "somebodys.nets:no_module"}},
+            video.RGB | {"netG": {"net_type": "somebodys.nets:no_module"}},
             "netG.net_type: somebodys.nets:no_module must make a torch.nn.Module, but it made a str",
         ),
         "module": (
             TRAIN,
-            RGB | {"netG": {"net_type": "somebodys.nets:__name__"}},
+            video.RGB | {"netG": {"net_type": "somebodys.nets:__name__"}},
             "netG.net_type: cannot make somebodys.nets:__name__: TypeError: 'str' object is not callable",
         ),
         "terms": (
