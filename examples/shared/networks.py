@@ -96,6 +96,13 @@ def update_average(average: nn.Module, model: nn.Module, keep: float) -> None:
         buffer.copy_(other)
 
 
+def make_equal(networks: list[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+    """Average the ranks' BatchNorm statistics; raise if anything else differs between ranks. Collective."""
+    for network in networks:
+        ddpkit.sync_buffers(network)
+    ddpkit.check_replicas(networks, optimizer)
+
+
 def stop_if_not_finite(first_bad: Tensor, step: int, model: nn.Module, advice: str) -> None:
     """Raise on every rank if a loss or weights are not finite after a step. Collective.
 

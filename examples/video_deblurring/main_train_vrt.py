@@ -14,9 +14,11 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-from deblurring.checkpoints import find_newest, load_weights, restore_set, save_set
+from deblurring.checkpoints import Found, find_newest, load_weights, restore_set, save_set
 from deblurring.data import Crops, find_clips, make_loader
 from deblurring.networks import as_float, inputs, make_network, try_out
 from deblurring.options import Options, redacted
@@ -24,14 +26,14 @@ from deblurring.running import News, open_boards, open_folder, run
 from deblurring.testing import find_test_clips, tell, test
 from deblurring.training import (
     check_gradients,
-    cut_short,
     freeze,
     make_loss,
     make_optimizer,
     set_learning_rates,
     take_settings,
+    warn_of_a_cut_period,
 )
-from shared.networks import average_of, stop_if_not_finite, update_average
+from shared.networks import average_of, make_equal, stop_if_not_finite, update_average
 from shared.program import user_error
 from tqdm import tqdm
 
@@ -43,61 +45,32 @@ BAD_LOSS = "a smaller train.G_optimizer_lr, train.G_optimizer_clipgrad, or train
 
 def main(opt: Options, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
     data, train = opt["datasets"]["train"], opt["train"]
-    size, lr, keep = data["dataloader_batch_size"], train["G_optimizer_lr"], data["dataloader_batch_size_is"]
-    with user_error("datasets.train.dataloader_batch_size", ValueError):
-        plan = ddpkit.ScalePlan(size, lr, job.world_size, keep=keep, rule="none", accumulation=train["accumulation"])
+    plan = plan_batches(opt, job.world_size)
     clips = find_clips(data, (data["num_frame"] - 1) * max(data["interval_list"]) + 1, opt["scale"])
     test_clips = find_test_clips(opt)
     folder = open_folder(opt)
     log.info("%s\nwriting to %s\n%s", json.dumps(redacted(opt), indent=2), folder, plan)
-    if (last := cut_short(train)) is not None and ddpkit.is_main_process():
-        then = f"so the lr stays low from iteration {last}" if last else "the first one, so training ends at a high lr"
-        log.warning("total_iter ends inside a period of the schedule, %s", then)
+    warn_of_a_cut_period(train)
 
     found = find_newest(folder / "models")
-    seed = train["manual_seed"]
-    if seed is None:  # rank 0 draws it: ranks with seeds of their own would not share an order
-        seed = found.saved["seed"] if found else ddpkit.broadcast(secrets.randbits(31))
+    seed = choose_seed(train, found)
     ddpkit.seed_everything(seed)
     crops = Crops(clips, data, seed, opt["scale"])
     loader = make_loader(crops, data, plan.per_rank_batch_size)
-    net = make_network(opt).to(job.device)
-    try_out(net, crops[0], job.device)
-    if opt["path"]["pretrained_netG"] and not found:
-        load_weights(net, opt["path"]["pretrained_netG"], strict=train["G_param_strict"])
-    average = average_of(net, "train.E_decay=0") if train["E_decay"] else None
-    if average and opt["path"]["pretrained_netE"] and not found:
-        load_weights(average, opt["path"]["pretrained_netE"], strict=train["E_param_strict"], average=True)
+    nets = make_nets(opt, crops, job.device, is_new=found is None)
+    net, average = nets["G"], nets["E"]
     loss_of = make_loss(train, job.device)
     ddpkit.seed_everything(seed, per_rank=True)  # the ranks' dropout differs; their weights do not
     optimizer = make_optimizer(net, train)
     mixed = {False: None, "bf16": torch.bfloat16, "fp16": torch.float16}[train["amp"]]
     scaler = torch.amp.GradScaler(job.device.type, enabled=mixed == torch.float16)
-    nets, state = {"G": net, "E": average}, {"optimizer": optimizer, "loader": loader, "scaler": scaler}
-    step = 0
-    if found:
-        reused = {name: part for name, part in state.items() if name != "optimizer" or train["G_optimizer_reuse"]}
-        restore_set(found, nets, **reused)
-        take_settings(optimizer, make_optimizer(net, train))  # of the options, not of the checkpoint
-        step = found.saved["step"]
-        if step >= train["total_iter"]:
-            log.info("nothing to do: %s is at iteration %d of %d", found.path, step, train["total_iter"])
-            log.info("raise total_iter to train on, or name another task to start over")
-            return
-        log.info("resuming from iteration %d of %d: %s", step, train["total_iter"], found.path)
+    state = {"optimizer": optimizer, "loader": loader, "scaler": scaler}
+    step = resume(found, nets, state, train) if found else 0
+    if step >= train["total_iter"]:
+        log.info("nothing to do: raise total_iter to train on, or name another task to start over")
+        return
 
-    def wrap() -> torch.nn.Module:
-        """Freeze parameters before wrapping: DDP waits for the gradients of all others."""
-        if freeze(net, train, step):
-            log.info("%s frozen until iteration %d", train["fix_keys"], train["fix_iter"])
-        return ddpkit.wrap_model(
-            net,
-            "dp" if job.world_size == 1 and torch.cuda.device_count() > 1 and len(opt["gpu_ids"] or []) > 1 else "auto",
-            find_unused_parameters=opt["find_unused_parameters"],
-            static_graph=opt["use_static_graph"],
-        )
-
-    model, news = wrap(), News(step, job.device)
+    model, news = wrap(net, opt, job, step), News(step, job.device)
     boards = open_boards(opt, folder, step, found.saved.get("wandb_id") if found else None)
     no_bar = None if ddpkit.is_main_process() else True  # None: a bar if there is a terminal
     bar = tqdm(total=train["total_iter"], initial=step, unit="iter", disable=no_bar)
@@ -129,7 +102,7 @@ def main(opt: Options, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
             bar.update()
             if step == train["fix_iter"]:
                 del model  # and its hooks
-                model = wrap()
+                model = wrap(net, opt, job, step)
 
             last, leaves = step == train["total_iter"], stop.now()
             here = f"<epoch:{loader.epoch:3d}, iter:{step:8,d}"
@@ -144,9 +117,7 @@ def main(opt: Options, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
                 boards.add({"lr": lr} | told, step)
             if "save" in due:
                 with news.paused():
-                    for each in (net, average) if average else (net,):
-                        ddpkit.sync_buffers(each)
-                    ddpkit.check_replicas(model, optimizer)
+                    make_equal([net, average] if average else [net], optimizer)
                     save_set(folder / "models", step, nets, **state, seed=seed, wandb_id=boards.run_id)
                 log.info("%s> saved in %s", here, folder / "models")
             if "test" in due:
@@ -162,6 +133,60 @@ def main(opt: Options, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
         log.info("stopped after iteration %d of %d: the same command resumes", step, train["total_iter"])
     else:
         log.info("done: %d iterations; raise total_iter to train on", step)
+
+
+@user_error("datasets.train.dataloader_batch_size", ValueError)
+def plan_batches(opt: Options, world_size: int) -> ddpkit.ScalePlan:
+    data, train = opt["datasets"]["train"], opt["train"]
+    size, keep = data["dataloader_batch_size"], data["dataloader_batch_size_is"]
+    lr, accumulation = train["G_optimizer_lr"], train["accumulation"]
+    return ddpkit.ScalePlan(size, lr, world_size, keep=keep, rule="none", accumulation=accumulation)
+
+
+def choose_seed(train: Options, found: Found | None) -> int:
+    """Return the seed of the options or, without one, what rank 0 draws: ranks with seeds of their own would not share
+    an order. A run that resumes keeps what was drawn. Collective."""
+    if train["manual_seed"] is not None:
+        return train["manual_seed"]
+    return found.saved["seed"] if found else ddpkit.broadcast(secrets.randbits(31))
+
+
+def make_nets(opt: Options, crops: Crops, device: torch.device, is_new: bool) -> dict[str, torch.nn.Module | None]:
+    """Make the network, "G", and its moving average, "E", if the options ask for one. Collective."""
+    train, released = opt["train"], opt["path"]
+    net = make_network(opt).to(device)
+    try_out(net, crops[0], device)
+    if is_new and released["pretrained_netG"]:
+        load_weights(net, released["pretrained_netG"], strict=train["G_param_strict"])
+    average = average_of(net, "train.E_decay=0") if train["E_decay"] else None
+    if is_new and average and released["pretrained_netE"]:
+        load_weights(average, released["pretrained_netE"], strict=train["E_param_strict"], average=True)
+    return {"G": net, "E": average}
+
+
+def resume(found: Found, nets: Mapping[str, torch.nn.Module | None], state: Mapping[str, Any], train: Options) -> int:
+    """Restore a checkpoint and return its iteration; rates and decay are those of the options. Collective."""
+    reused = {name: part for name, part in state.items() if name != "optimizer" or train["G_optimizer_reuse"]}
+    restore_set(found, nets, **reused)
+    take_settings(state["optimizer"], make_optimizer(nets["G"], train))
+    log.info("resuming from iteration %d of %d: %s", found.saved["step"], train["total_iter"], found.path)
+    return found.saved["step"]
+
+
+def wrap(net: torch.nn.Module, opt: Options, job: ddpkit.Context, step: int) -> torch.nn.Module:
+    """Freeze parameters and then wrap: DDP waits for the gradients of all others. Collective."""
+    if freeze(net, opt["train"], step):
+        log.info("%s frozen until iteration %d", opt["train"]["fix_keys"], opt["train"]["fix_iter"])
+    is_parallel = job.world_size == 1 and torch.cuda.device_count() > 1 and len(opt["gpu_ids"] or []) > 1
+    with user_error("sync_batchnorm", ValueError):
+        model = ddpkit.wrap_model(
+            net,
+            "dp" if is_parallel else "auto",
+            find_unused_parameters=opt["find_unused_parameters"],
+            static_graph=opt["use_static_graph"],
+            sync_batchnorm=opt["sync_batchnorm"],
+        )
+    return torch.compile(model) if opt["compile"] else model
 
 
 def train_until_stopped(opt: Options, job: ddpkit.Context) -> int:

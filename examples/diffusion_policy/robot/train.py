@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from shared.boards import Boards
-from shared.networks import NO_STEP, evaluating, stop_if_not_finite, without_gradient
+from shared.networks import NO_STEP, evaluating, make_equal, stop_if_not_finite, without_gradient
 from shared.program import Parser, UserError, one_message, user_error, users_code
 from shared.settings import nested
 from torch.utils.data import default_collate
@@ -129,12 +129,12 @@ def main(job: ddpkit.Context, stop: ddpkit.Stop) -> None:
             first_bad = torch.where(loss.isfinite(), first_bad, first_bad.clamp(max=step + 1))
             step, done = step + 1, done + 1
             if step % compare_every == 0:
-                make_equal(policy, optimizer, ema)
+                make_equal([policy, ema] if ema else [policy], optimizer)
             if stop.now():
                 break
 
         stop_if_not_finite(first_bad, step, policy, BAD_LOSS)
-        make_equal(policy, optimizer, ema)
+        make_equal([policy, ema] if ema else [policy], optimizer)
         if stop.reason:
             if saves:
                 path = saver.save(step, **parts, epoch=epoch - 1, steps_of_next=done, **about)
@@ -279,15 +279,6 @@ def validate(policy: DiffusionPolicy, loader: Any, device: torch.device) -> floa
             count += len(losses)
     total, count = ddpkit.all_reduce((total, count))
     return total / count
-
-
-def make_equal(policy: DiffusionPolicy, optimizer: torch.optim.Optimizer, ema: EMA | None) -> None:
-    """Average BatchNorm statistics over ranks; raise if anything else differs between ranks. Collective."""
-    ddpkit.sync_buffers(policy)
-    ddpkit.check_replicas(policy, optimizer)
-    if ema:
-        ddpkit.sync_buffers(ema)
-        ddpkit.check_replicas(ema)
 
 
 def open_boards(folder: Path, config: Config, saved: dict[str, Any]) -> Boards:

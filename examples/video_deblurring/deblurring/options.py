@@ -144,6 +144,8 @@ _SECTIONS = {
         "dist": flag(),
         "find_unused_parameters": flag(),
         "use_static_graph": flag(),
+        "sync_batchnorm": flag(),
+        "compile": flag(),
         "scale": choice(1, 2, 3, 4),
         "n_channels": choice(3),
     },

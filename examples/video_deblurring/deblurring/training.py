@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
@@ -12,7 +13,10 @@ from shared.networks import check_output, make_module, without_gradient
 from shared.program import UserError
 from torch import Tensor, nn
 
+import ddpkit
 from deblurring.networks import check_restored
+
+log = logging.getLogger(__name__)
 
 
 def make_loss(train: Mapping[str, Any], device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
@@ -61,6 +65,13 @@ def cut_short(train: Mapping[str, Any]) -> int | None:
     while start + period <= train["total_iter"]:
         start, period = start + period, period * train["G_scheduler_restart_weights"]
     return start if start < train["total_iter"] else None
+
+
+def warn_of_a_cut_period(train: Mapping[str, Any]) -> None:
+    """Warn that a run ends inside a period of its schedule."""
+    if (last := cut_short(train)) is not None and ddpkit.is_main_process():
+        then = f"so the lr stays low from iteration {last}" if last else "the first one, so training ends at a high lr"
+        log.warning("total_iter ends inside a period of the schedule, %s", then)
 
 
 def is_fixed(name: str, train: Mapping[str, Any]) -> bool:

@@ -235,7 +235,8 @@ def test_a_run_goes_on_exactly_where_it_was_on_another_number_of_ranks(runs: Run
 
 def test_a_run_that_is_over_says_that_there_is_nothing_to_do(runs: Runs) -> None:
     said = runs[1][1][0]["shorter"]
-    assert re.search("nothing to do: .*/12_optimizerG.pth is at iteration 12 of 9", said) and "done" not in said
+    assert re.search("from iteration 12 of 9: .*/12_optimizerG.pth\n.*nothing to do: raise total_iter", said)
+    assert "done" not in said
 
 
 def test_a_run_goes_on_with_the_learning_rate_of_its_options(runs: Runs) -> None:
