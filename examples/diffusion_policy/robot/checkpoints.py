@@ -46,6 +46,20 @@ def new_run(config: Config) -> Path:
     return folder
 
 
+def open_run(config: Config, parts: dict[str, Any]) -> tuple[Path, ddpkit.Checkpointer, dict[str, Any]]:
+    """Begin or resume a run; return its folder, its checkpoints, and what was saved beside the parts. Collective."""
+    resumes = config["train.resume"] is not None
+    folder = ddpkit.run_on_main(find_run if resumes else new_run, config)
+    saver, saved = ddpkit.Checkpointer(folder / "checkpoints", keep=2), {"step": 0, "epoch": 0, "steps_of_next": 0}
+    if resumes:
+        decays = [group["weight_decay"] for group in parts["optimizer"].param_groups]
+        saved = restore(saver, folder, config, parts)
+        for group, decay in zip(parts["optimizer"].param_groups, decays, strict=True):
+            group["weight_decay"] = decay  # of the settings, not of the checkpoint
+    record(folder, config)
+    return folder, saver, saved
+
+
 def find_run(config: Config) -> Path:
     """Return the folder of the run to resume."""
     folder = Path(config["train.resume"])

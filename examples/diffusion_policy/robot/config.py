@@ -84,6 +84,8 @@ SETTINGS = {
     "train.max_grad_norm": or_null(number(interval="(0, inf)")),  # gradients are clipped to it
     "train.amp": choice("none", "bf16", "fp16"),
     "train.strategy": choice("auto", "ddp", "dp"),
+    "train.sync_batchnorm": flag(False),  # statistics of all ranks' samples; needs GPUs
+    "train.compile": flag(False),  # by torch.compile
     "train.num_data_workers": count(0, low=0),  # loading processes per rank; 0: the rank itself
     "train.pin_memory": flag(False),
     "train.persistent_workers": flag(False),

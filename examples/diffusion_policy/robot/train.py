@@ -44,6 +44,7 @@ from .samples import Index, make_loader, make_validation_loader, scan
 
 log = logging.getLogger("robot")
 BAD_LOSS = "a smaller learning rate or train.amp=none may help"
+EPOCH = "Train Epoch %d: loss %.4f, learning rate %.2e, %.1f steps/s, %.0f samples/s"
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
 
 
@@ -63,32 +64,18 @@ def main(job: ddpkit.Context, stop: ddpkit.Stop) -> None:
     validation = make_validation_loader(index, config, plan.per_rank_batch_size) if index.held_out else None
 
     ddpkit.seed_everything(config["train.seed"])
-    policy = DiffusionPolicy(config, index.statistics, index.entries.cameras).to(job.device)
-    try_network(policy, loader.dataset[0], job.device)
-    if not resumes:
-        load_encoders(policy, config)
+    policy = make_policy(config, index, loader.dataset[0], job.device)
     ddpkit.seed_everything(config["train.seed"], per_rank=True)  # the ranks' dropout differs; their weights do not
     model = wrap(policy, config, job.world_size, torch.cuda.device_count())
     optimizer = make_optimizer(policy, config, plan.lr)
-    weight_decay = optimizer.param_groups[0]["weight_decay"]
     ema = EMA(policy, config["algo.ema.power"]) if config["algo.ema.enabled"] else None
     scaler = torch.amp.GradScaler(job.device.type, enabled=config["train.amp"] == "fp16")
 
-    folder = ddpkit.run_on_main(checkpoints.find_run if resumes else checkpoints.new_run, config)
-    saver = ddpkit.Checkpointer(folder / "checkpoints", keep=2)
     parts = {"policy": policy, "optimizer": optimizer, "scaler": scaler} | ({"ema": ema} if ema else {})
-    saved = (
-        checkpoints.restore(saver, folder, config, parts) if resumes else {"step": 0, "epoch": 0, "steps_of_next": 0}
-    )
-    optimizer.param_groups[0]["weight_decay"] = weight_decay  # of the settings, not of the checkpoint
-
-    checkpoints.record(folder, config)
-    log.info("%s\n\nwriting to %s\n", plan, folder)
-    log.info("%s", index)
+    folder, saver, saved = checkpoints.open_run(config, parts)
+    log.info("%s\n\nwriting to %s, from step %d\n\n%s", plan, folder, saved["step"], index)
     log.info("%d parameters, wrapped in %s", sum(p.numel() for p in policy.parameters()), type(model).__name__)
     log.info("%s", ", ".join(ddpkit.all_gather_object(f"rank {job.rank}: {job.device} on {socket.gethostname()}")))
-    if resumes:
-        log.info("resumed after epoch %d, step %d", saved["epoch"], saved["step"])
     boards = open_boards(folder, config, saved)
     about = {"config": nested(config), "env_id": index.env_id, "entries": vars(index.entries)}
     about |= {"picture_size": index.rendered_size, "wandb_id": boards.run_id}
@@ -97,10 +84,9 @@ def main(job: ddpkit.Context, stop: ddpkit.Stop) -> None:
         place = {"epoch": saved["epoch"] + 1, "consumed": done * plan.global_batch_size}
         loader.load_state_dict(loader.state_dict() | place)
     actor = ema.policy if ema else policy
-    if resumes and rolls_out and not done and checkpoints.due(saved["epoch"], roll_out_every, epochs):
-        has_score = ddpkit.run_on_main(checkpoints.score_path(folder, saved["epoch"]).exists)
-        if not has_score:  # the run ended before these rollouts
-            roll_out(actor, index, config, folder, boards, saved["epoch"])
+    may_roll_out = resumes and rolls_out and not done and checkpoints.due(saved["epoch"], roll_out_every, epochs)
+    if may_roll_out and not ddpkit.run_on_main(checkpoints.score_path(folder, saved["epoch"]).exists):
+        roll_out(actor, index, config, folder, boards, saved["epoch"])  # the run ended before these
     first_bad = torch.full((), NO_STEP, device=job.device)  # the first step whose loss here is not finite
     for epoch in range(saved["epoch"] + 1, epochs + 1):
         loader.set_epoch(epoch)
@@ -108,13 +94,7 @@ def main(job: ddpkit.Context, stop: ddpkit.Stop) -> None:
         begun_at, no_bar = done, None if job.rank == 0 else True
         for _ in trange(done, steps_per_epoch, desc=f"epoch {epoch}", leave=False, disable=no_bar):
             optimizer.param_groups[0]["lr"] = plan.lr * lr_factor(config, step)
-            loss = torch.zeros((), device=job.device)
-            for number in range(accumulation):
-                batch = to_device(next(batches), job.device)
-                with ddpkit.accumulate(model, number, accumulation):
-                    part = model(batch).mean() / accumulation
-                    scaler.scale(part).backward()
-                loss += part.detach()
+            loss = backpropagate(model, batches, accumulation, scaler, job.device)
             if job.world_size > 1:
                 check_all_used(policy)
             if max_norm is not None:
@@ -145,8 +125,7 @@ def main(job: ddpkit.Context, stop: ddpkit.Stop) -> None:
         news = {"train/loss": ddpkit.all_reduce_mean(losses.item() / steps if steps else math.nan)}
         speed = steps / (time.monotonic() - begun)  # reading the loss above has synchronised the GPU
         news |= {"train/learning_rate": optimizer.param_groups[0]["lr"], "train/steps_per_second": speed}
-        text = "Train Epoch %d: loss %.4f, learning rate %.2e, %.1f steps/s, %.0f samples/s"
-        log.info(text, epoch, *news.values(), speed * plan.global_batch_size)
+        log.info(EPOCH, epoch, *news.values(), speed * plan.global_batch_size)
         if validation:
             news["validation/loss"] = validate(actor, validation, job.device)
             log.info("Epoch %d: validation loss %.4f", epoch, news["validation/loss"])
@@ -185,13 +164,6 @@ def try_environment(index: Index) -> None:
     check_environment(index)
 
 
-@torch.no_grad()
-def try_network(policy: DiffusionPolicy, sample: dict[str, Any], device: torch.device) -> None:
-    """Call the networks once in evaluation, where they may return something else; lazy modules get their sizes."""
-    with evaluating(policy), users_code("algo.network.class: the network fails"):
-        policy(to_device(default_collate([sample]), device))
-
-
 @user_error("train.batch_size", ValueError)
 def plan_batches(config: Config, world_size: int) -> ddpkit.ScalePlan:
     """Choose the batch sizes and the learning rate."""
@@ -212,6 +184,19 @@ def make_optimizer(policy: DiffusionPolicy, config: Config, lr: float) -> torch.
     return kind(policy.parameters(), lr, betas=betas, weight_decay=decay, fused=True)
 
 
+def make_policy(config: Config, index: Index, sample: dict[str, Any], device: torch.device) -> DiffusionPolicy:
+    """Make the policy, and call it once in evaluation: it may return something else, and lazy modules get their sizes.
+
+    A run that resumes loads its weights later. Collective.
+    """
+    policy = DiffusionPolicy(config, index.statistics, index.entries.cameras).to(device)
+    with torch.no_grad(), evaluating(policy), users_code("algo.network.class: the network fails"):
+        policy(to_device(default_collate([sample]), device))
+    if config["train.resume"] is None:
+        load_encoders(policy, config)
+    return policy
+
+
 def load_encoders(policy: DiffusionPolicy, config: Config) -> None:
     """Load pretrained weights into each camera's ResNet, if the settings name a file."""
     key = "observation.encoder.rgb.core_kwargs.backbone_kwargs.weights"
@@ -230,12 +215,33 @@ def wrap(policy: DiffusionPolicy, config: Config, world_size: int, gpus: int) ->
     if strategy == "auto" and world_size == 1 and gpus > 1:
         log.warning("DataParallel on %d GPUs; faster: torchrun --nproc_per_node=%d -m robot.train ...", gpus, gpus)
         strategy = "dp"
+    synchronises = config["train.sync_batchnorm"]
     try:
-        return ddpkit.wrap_model(policy, strategy, broadcast_buffers=False)
+        with user_error("train.sync_batchnorm", ValueError):
+            model = ddpkit.wrap_model(policy, strategy, broadcast_buffers=False, sync_batchnorm=synchronises)
     except ddpkit.DdpkitError as error:
         if type(error) is not ddpkit.DdpkitError:  # another rank's failure, for instance
             raise
         raise UserError(f"train.strategy: {error}") from error
+    return torch.compile(model) if config["train.compile"] else model
+
+
+def backpropagate(
+    model: torch.nn.Module,
+    batches: Iterator[Any],
+    accumulation: int,
+    scaler: torch.amp.GradScaler,
+    device: torch.device,
+) -> torch.Tensor:
+    """Add up the gradients of a step's batches; return their mean loss, (), on the device."""
+    loss = torch.zeros((), device=device)
+    for number in range(accumulation):
+        batch = to_device(next(batches), device)
+        with ddpkit.accumulate(model, number, accumulation):
+            part = model(batch).mean() / accumulation
+            scaler.scale(part).backward()
+        loss += part.detach()
+    return loss
 
 
 def check_all_used(policy: DiffusionPolicy) -> None:
