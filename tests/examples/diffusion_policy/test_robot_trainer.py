@@ -347,6 +347,20 @@ def test_a_network_with_batchnorm_and_dropout_trains_evaluates_and_goes_on(
         assert policy.network.see[3].training and not policy.network.see[1].training
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_a_compiled_policy_trains_as_it_does_without(
+    demonstrations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    more = ["experiment.rollout.enabled=false", "train.num_epochs=1", "train.gradient_accumulation_steps=2"]
+    averages = []
+    for compiled in ("false", "true"):
+        runs = tmp_path / compiled
+        on_ranks(train_on, 2, settings(demonstrations, runs, *more, f"train.compile={compiled}"), timeout=300.0)
+        averages.append(states(only_run(runs))["ema"])
+    torch.testing.assert_close(averages[1], averages[0], rtol=1e-4, atol=1e-4)
+
+
 def test_computed_weights_and_layers_without_sizes_train_and_are_averaged(
     demonstrations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -428,6 +442,7 @@ def test_what_cannot_be_done_is_said_once_and_ends_every_rank(
         f"train.resume={tmp_path}/empty_run": f"no checkpoint in {tmp_path}/empty_run",
         f"train.resume={run_folder} algo.unet.down_dims=[16,16]": "train.resume keeps the network of its "
         "run: remove train.data_path, algo.*embed_dim, algo.unet.down_dims, algo.unet.n_groups, or .* does not fit",
+        "train.sync_batchnorm=true": "train.sync_batchnorm: sync_batchnorm=True needs an accelerator",
         "train.strategy=dp": "train.strategy: strategy='dp' needs 1 process .*; this job has 2 processes",
         "observation.modalities.obs.low_dim=[a]": f"{demonstrations}, episode .* has no a; it has observations",
         "experiment.env=CartPole-v1": "CartPole-v1 does not fit.* 4 numbers.* 13 ",

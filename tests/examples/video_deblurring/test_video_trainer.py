@@ -541,6 +541,7 @@ def test_what_cannot_be_done_is_said_once_and_all_ranks_end(runs: Runs, clips: P
             "datasets.train.dataloader: prefetch_f",
         ),
         "seed": (TRAIN, {"train__manual_seed": 4}, "seed was 3 when the state was saved and is 4 now"),
+        "apart": (TRAIN, {"sync_batchnorm": True}, "sync_batchnorm: sync_batchnorm=True needs an accelerator"),
         "infinite": (
             TRAIN,
             {"train__G_lossfn_weight": 1e300, "train__checkpoint_save": 1},
