@@ -31,7 +31,7 @@ PLANTS = {  # the step and the thing that show each first
     "local": (5, "printed"),
 }
 QUICK = ("twice", "clip", "metric")
-MADE_BY = ("dataset", "collation", "attention", "loaders", "preview", "evaluation", "bfloat16")
+MADE_BY = ("dataset", "collation", "attention", "loaders", "preview", "critic", "evaluation", "bfloat16")
 RECIPES = sorted(path.stem for path in (ROOT / "docs/recipes").glob("*.py"))
 STORM = pytest.mark.storm
 WITHOUT_STEPS = {"from_a_notebook", "exact_evaluation", "metrics_of_torchmetrics", "logged_to_wandb"}
@@ -93,6 +93,26 @@ def test_whatever_inputs_are_made_by_they_are_those_of_all_ranks(kind: str, rank
     code, report = compare(tmp_path, "-n", ranks, f"{SCRIPTS}/varied.py", kind)
     assert (code, report["difference"]) == (0, None), report
     assert report["numbers"] > 0
+
+
+@pytest.mark.storm
+@pytest.mark.parametrize("ranks", ["2", "3"])
+@pytest.mark.parametrize(("one", "port"), [("together", "apart"), ("apart", "together")])
+def test_loaders_are_paired_whether_one_line_makes_them_or_two(one: str, port: str, ranks: str, tmp_path: Path) -> None:
+    script = f"{SCRIPTS}/varied.py"
+    code, report = compare(tmp_path, "-n", ranks, "--reference", script, f"--reference-args={one}", script, port)
+    assert (code, report["difference"]) == (0, None), report
+
+
+def test_one_of_several_loaders_whose_samples_are_the_same_is_found(tmp_path: Path) -> None:
+    code, report = compare(tmp_path, f"{SCRIPTS}/varied.py", "alike")
+    found = report["difference"]
+    lines = (SCRIPTS / "varied.py").read_text().splitlines()
+    (line,) = [
+        number for number, text in enumerate(lines, 1) if text.endswith("DistributedSampler(second.dataset, 1, 0))")
+    ]
+    assert (code, found["step"], found["thing"]) == (1, 2, "samples"), report
+    assert found["evidence"].endswith(f"train on the same samples of one loader, {SCRIPTS}/varied.py:{line}")
 
 
 KEPT = {"all": None, "closure": None, "wrapper": None, "first": None, "average": (2, "others"), "rate": (4, "settings")}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Collection, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
@@ -106,7 +105,6 @@ class KnownLoader:
         planned: How many that has, if they can be counted.
         shares: Those of the epoch that are unequal, if the loader is ddpkit's.
         trains: Whether it feeds the training.
-        role: Names it as `role_of` does.
         fetched: Whether it has yielded a batch since the last step.
         calls_before: The calls of networks, with and without gradients, when it did.
     """
@@ -118,7 +116,6 @@ class KnownLoader:
     planned: int = 0
     shares: UnequalShares | None = None
     trains: bool = False
-    role: str = ""
     fetched: bool = False
     calls_before: tuple[int, int] = (0, 0)
 
@@ -126,15 +123,6 @@ class KnownLoader:
     def line(self) -> str:
         """Name the line that made it, which may make others."""
         return self.key.rpartition("#")[0]
-
-
-def role_of(made: Stack, dataset: Any) -> str:
-    """Name the line that made a loader, and its dataset's size: one that is made anew for each epoch keeps both."""
-    size = None
-    with suppress(TypeError):  # a stream
-        size = len(dataset)
-    line = next(iter(made), None)
-    return f"loader of {(line, size)}"
 
 
 _OfLoaders = WeakKeyDictionary[Any, KnownLoader]
@@ -199,7 +187,6 @@ class Samples:
             line = f"{made[0].file}:{made[0].line}" if made else type(loader).__name__
             number = 1 + sum(other.line == line for other in self._all)
             known = self._loaders[loader] = KnownLoader(f"{line}#{number}", made)
-            known.role = role_of(made, loader.dataset)
             self._all.append(known)
         return known
 

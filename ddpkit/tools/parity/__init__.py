@@ -139,6 +139,14 @@ class Runs:
             inputs = [[call.input for call in step.calls] for step in row]
             if any(inputs[0]) and all_equal(inputs):
                 return Difference(row[0].number, "samples", f"{facts.who} train on the same samples", "", where)
+        by_rank = read_ranks(ranks, "batches")
+        for source in dict.fromkeys(batch.source for batch in by_rank[0] if batch.step):
+            taken = [
+                [batch.samples for batch in batches if batch.source == source and batch.step] for batches in by_rank
+            ]
+            if len(taken[0]) > 1 and all_equal(taken):
+                evidence = f"{facts.who} train on the same samples of one loader, {source.rpartition(', ')[2]}"
+                return Difference(2, "samples", evidence, "", where)
         *starts, one = [start for folder in (*ranks, first) for start, _ in read(folder / "start")] or [{}]
         for rank, start in enumerate(starts):
             if not pair(start, one):

@@ -63,7 +63,7 @@ class Step:
     def is_equal(self, thing: str) -> bool:
         """Return whether all ranks have the same of a thing."""
         first, *others = [things[thing] for things in self.things[:-2]]
-        return all(torch.equal(first[name], each[name]) for each in others for name in first)
+        return all(name in each and torch.equal(first[name], each[name]) for each in others for name in first)
 
 
 @dataclass
@@ -118,11 +118,12 @@ class Comparison:
     def _note_sure(self, step: Step) -> None:
         """Leave out of the update what rounding may send either way: elements with small gradients."""
         one, again = [things["gradients"] for things in step.things[-2:]]
+        least = _FLOOR * math.hypot(*(gradient.norm().item() for gradient in one.values()))
         for name, gradient in one.items():
             self._has_gradients = self._has_gradients or bool(gradient.any())
             rounding = (again[name] - gradient).norm() + step.events[0].precision * gradient.norm()
             rounding /= gradient.numel() ** 0.5
-            is_sure = gradient.abs() >= _SURE * rounding
+            is_sure = gradient.abs() >= (_SURE * rounding).clamp(min=least)
             self._sure[name] = is_sure & self._sure.get(name, is_sure)
         for things in step.things:
             for thing in ("parameters", "update"):
@@ -134,8 +135,8 @@ class Comparison:
             line = "made" if step.number == 1 else "step"
             return Difference(step.number, "settings", setting, "", next(iter(step.events[0].lines[line]), None))
         *ranks, one, again = [things[thing] for things in step.things]
-        if thing == "others":
-            one = self._steady(one, again)
+        if thing == "others" and not (one := self._steady(one, again)):
+            return None
         if not all(bool(tensor.isfinite().all()) for tensor in one.values()):
             raise UncomparableError(f"the {WORDS[thing]} of one process are not finite at step {step.number}")
         if thing == "unclipped":
@@ -169,7 +170,7 @@ class Comparison:
                 )
             self._note_distances(thing, size, rounding)
             if names:
-                whose = f" of rank {rank}" if rank else ""
+                whose = f" of rank {rank}" if thing != "unclipped" and not step.is_equal(thing) else ""
                 return self._describe(thing, step, whose, mine, {name: one[name] for name in names})
         return None
 
@@ -189,7 +190,7 @@ class Comparison:
     def _describe(self, thing: str, step: Step, whose: str, mine: Tensors, one: Tensors) -> Difference:
         """Describe what differs, of a rank or of all."""
         of_one = step.things[-2][thing]
-        is_part = len(one) < len(of_one)
+        is_part = len(one) < len(of_one) or thing == "others"
         some = f"{name_some(list(one))}, of {len(of_one)}" if is_part else f"all {len(one)}"
         _, size, rounding = measure(mine, one, step.things[-1][thing], self.precision)
         ratio = _ratio(_flat(mine, list(one)), _flat(one, list(one)))
@@ -211,7 +212,7 @@ class Comparison:
         if thing == "parameters":
             return "changed after the last step, and before the network was called again", "step"
         if thing == "others" and step.number > 1:
-            return "changed in the last step, or after it", "step"
+            return "changed in the last step, from its forward pass on, or after it", "step"
         return "", "step"
 
     def _explain_gradients(self, step: Step, ratio: float | None, is_part: bool) -> str:
@@ -222,7 +223,7 @@ class Comparison:
             return "as if the loss were divided by the number of ranks, and their mean taken, too; or were a sum"
         if ratio is not None and abs(ratio - world_size) < _CLOSE:
             return "as if the ranks' gradients were added up, and no mean taken"
-        if ratio is not None or step.number > 1 or not batches_in(self.ranks[0]):
+        if step.number > 1 or not batches_in(self.ranks[0]):
             return ""
         names = list(step.things[0]["unclipped"])
         target = torch.stack([_flat(things["unclipped"], names) for things in step.things[:-2]]).mean(0)
@@ -231,9 +232,7 @@ class Comparison:
         weights = torch.linalg.lstsq(columns, target[:, None]).solution[:, 0]
         away = target - _flat(step.things[-2]["unclipped"], names)
         if (columns @ weights - target).norm() > _EXPLAINED * away.norm():
-            return (
-                "the ranks compute what one process does not: they are no sum of the gradients of each rank's samples"
-            )
+            return "they are no sum of the gradients that one process has from each rank's samples alone"
         samples = list(map(rows_of, self.ranks))
         if not torch.allclose(weights, torch.full_like(weights, 1 / world_size), atol=_CLOSE):
             shares = joined(weights.tolist(), ".3g")
@@ -241,8 +240,8 @@ class Comparison:
         if len(set(samples)) > 1:
             return f"a mean of means: each rank counts the same, with {joined(samples)} samples"
         return (
-            "each rank counts the same: the loss divides by what differs between ranks, is a sum, or couples samples; "
-            "or something is added to the mean"
+            "each rank counts the same: the loss divides by what differs between ranks, is a sum, couples samples, or "
+            "is taken at other parameters on each; or something is added to the mean"
         )
 
 

@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from torch.utils.data import dataloader as loading
 
 from ...data.loader import Loader
 from ...errors import DdpkitError
-from ..check.loaders import Cut, KnownLoader, Samples, role_of
+from ..check.loaders import Cut, KnownLoader, Samples
 from ..check.observed import End, tell
 from ..check.source import is_own, stack
 from ..recorder import Function, after, current, guarded, replace, size_of
@@ -80,7 +81,7 @@ def read(path: Path) -> Iterator[Any]:
 class Batch(NamedTuple):
     """A batch from which a rank trains."""
 
-    source: str  # the role of the loader
+    source: str  # the loader's role
     loop: int  # the number of the loop over loaders of this role
     step: int  # how many optimizer steps came before
     samples: bytes  # a list of what the dataset has returned, or a batch
@@ -269,6 +270,8 @@ class Inputs:
     is_fetching: bool = False
     _pending: list[tuple[KnownLoader, Any, Batch]] = field(default_factory=list)  # since the last step
     _given: dict[Any, list[Batch]] = field(default_factory=dict)  # those served last, by loader
+    _roles: WeakKeyDictionary[Any, str] = field(default_factory=WeakKeyDictionary)  # of loaders
+    _ended: WeakSet[Any] = field(default_factory=WeakSet)  # loaders over which a loop has ended
     _loops: Counter[str] = field(default_factory=Counter)  # by role
 
     def install(self) -> None:
@@ -290,40 +293,63 @@ class Inputs:
     def _enlarging(self, original: Function) -> Function:
         def call(loader: Any, dataset: Any, batch_size: Any = 1, *args: Any, **kwargs: Any) -> None:
             has_size = batch_size and "batch_sampler" not in kwargs
-            if has_size and self.served and role_of(stack(), dataset) in self.served.plan.pairs:
+            self._roles[loader] = role = self._role_of(dataset)
+            if has_size and self.served and role in self.served.plan.pairs:
                 batch_size *= self.served.plan.times
             original(loader, dataset, batch_size, *args, **kwargs)
 
         return call
 
+    def _role_of(self, dataset: Any) -> str:
+        """Name the line that makes a loader, its dataset's size, and which of those it is that are in use at once.
+
+        A loader that is made anew for each epoch keeps its role.
+        """
+        size = None
+        with suppress(TypeError):  # a stream
+            size = len(dataset)
+        in_use = {role for loader, role in self._roles.items() if loader not in self._ended}
+        roles = (f"loader of {size} samples, {number}, {next(iter(stack()), None)}" for number in count())
+        return next(role for role in roles if role not in in_use)
+
     def _start(self, iterator: Any, loader: Any) -> None:
         iterator.loader = loader
         iterator.loop = None
+        self._ended.discard(loader)
+        finalize(iterator, self._end, ref(loader))
         if type(iterator).__next__ is loading._BaseDataLoaderIter.__next__:
             iterator._collate_fn = _Keeping(iterator._collate_fn, not iterator._auto_collation)
+
+    def _end(self, loader: ref[Any]) -> None:
+        if loader():
+            self._ended.add(loader())
 
     def _next(self, original: Function) -> Function:
         def call(iterator: Any) -> Any:
             if not isinstance(iterator._collate_fn, _Keeping):
                 return original(iterator)
             known = self.samples.loader_of(iterator)
+            role = self._roles.get(iterator.loader, "")
             loop = None
             self._count()
             if known and iterator.loop is None:
-                iterator.loop = self._loops[known.role]
-                self._loops[known.role] += 1
+                iterator.loop = self._loops[role]
+                self._loops[role] += 1
             if known and self.served:
-                source = self.served.plan.pairs.get(known.role, "")
+                source = self.served.plan.pairs.get(role, "")
                 loop = self.served.loops.get(source, {}).get(iterator.loop)
             if loop is not None:
                 return self._serve(loop, iterator)
             self.is_fetching = True
             try:
                 samples, size, is_made, batch = original(iterator)
+            except StopIteration:
+                self._ended.add(iterator.loader)
+                raise
             finally:
                 self.is_fetching = False
             if known:
-                seen = Batch(known.role, iterator.loop, current().step, samples, size, is_made, _states())
+                seen = Batch(role, iterator.loop, current().step, samples, size, is_made, _states())
                 self._pending.append((known, iterator.loader, seen))
             return batch
 

@@ -56,7 +56,13 @@ def loader(part: slice) -> DataLoader:
 
 model = DistributedDataParallel(Attention())
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
-first, second = loader(slice(0, 96)), loader(slice(96, 144))
+if kind == "critic":  # whose last bias has rounding as its only gradient, which Adam scales up
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+first, second = loader(slice(0, 96)), loader(slice(48 if kind in ("together", "apart") else 96, 144))
+if kind == "apart":
+    second = DataLoader(second.dataset, second.batch_size, sampler=second.sampler, collate_fn=collate)
+if kind == "alike":  # on all ranks
+    second = DataLoader(second.dataset, 12 // world_size, sampler=DistributedSampler(second.dataset, 1, 0))
 if kind == "preview":  # of a loader that is made anew where there are several ranks, as Fabric does
     shown = next(iter(plain := DataLoader(first.dataset, 12 // world_size, shuffle=True)))
     first = first if world_size > 1 else plain
@@ -65,9 +71,12 @@ for epoch in range(2):
     others = iter(second)
     for step, (x, y) in enumerate(first):
         loss = cross_entropy(model(x), y)
-        if kind == "loaders" and step < len(second):
+        if kind in ("loaders", "together", "apart", "alike") and step < len(second):
             x, y = next(others)
             loss = loss + 0.5 * cross_entropy(model(x), y)
+        if kind == "critic":
+            scores = model(torch.cat([x, x - 3]))[:, 0]
+            loss = scores[len(x) :].mean() - scores[: len(x)].mean()
         if kind == "evaluation" and step % 2 == 0:  # on draws of its own, and by rank 0 alone
             with torch.no_grad():
                 drawn = torch.randint(48, (5,))
