@@ -47,10 +47,10 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:4")
 # which tests need packages that the library does not
 _OF_EXAMPLES = {
     "examples/digits/*": ["sklearn", "tensorboard"],
-    "examples/diffusion_policy/*": ["gymnasium_robotics", "mujoco", "tensorboard", "PIL"],
+    "examples/diffusion_policy/*": ["gymnasium_robotics", "mujoco", "pydantic", "tensorboard", "PIL"],
     "examples/shared/*": ["tqdm"],
     "examples/snakes_ddpg/*": ["numba", "tensorboard", "PIL"],
-    "examples/video_deblurring/*": ["av", "skvideo", "skimage", "tensorboard", "PIL"],
+    "examples/video_deblurring/*": ["av", "skvideo", "skimage", "pydantic", "tensorboard", "PIL"],
 }
 
 

@@ -1,124 +1,46 @@
-"""Read settings from a JSON file and `key=value` arguments, and check them against a table."""
+"""Read settings from a JSON file and `key=value` arguments, and check them against a table.
+
+In a table, a setting is a default, a type, or (type, default). A default alone has the type in `OF_DEFAULTS`. The
+default of a `Literal` is its first value, that of a type with `None` is null; another type alone must be given.
+"""
 
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from ast import literal_eval
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
+from pydantic import ConfigDict, NonNegativeFloat, PositiveInt, TypeAdapter, ValidationError
+
+from shared.kinds import Text
 from shared.program import UserError, user_error
 
 log = logging.getLogger("trainer")
+OF_DEFAULTS = {bool: bool, int: PositiveInt, float: NonNegativeFloat, str: Text}
 REQUIRED = ...
 COMMAND_LINE = "the command line"
 _TEXT_OR_COMMENT = re.compile(r'("(?:\\.|[^"\\\n])*")|//[^\n]*')
 
 
-@dataclass(frozen=True)
-class Setting:
-    """The values that a setting may have, in words and as a function, and its default."""
-
-    expected: str
-    fits: Callable[[Any], bool]
-    default: Any = REQUIRED
+class Refused(str):
+    """Why a setting of the original is not supported, and what to do."""
 
 
-class Absent(Setting):
-    """A setting of the original that has no meaning here; `expected` holds the reason."""
-
-
-class Refused(Absent):
-    """A setting of the original that is not supported; `expected` says what is missing and what to do."""
-
-
-Table = Mapping[str, Setting]  # by dotted name
-
-
-def absent(section: str, names: str, reason: str, *neutral: Any, kind: type[Absent] = Absent) -> dict[str, Setting]:
-    """Make entries for settings without a meaning here; neutral values are accepted silently."""
-    setting = kind(reason, lambda value: value in (None, False, *neutral))
-    return {f"{section}{name}": setting for name in names.split()}
-
-
-def text(default: Any = REQUIRED) -> Setting:
-    return Setting("a string", lambda value: isinstance(value, str) and value != "", default)
-
-
-def flag(default: bool = False) -> Setting:
-    return Setting("true or false", lambda value: isinstance(value, bool), default)
-
-
-def count(default: Any = REQUIRED, low: int = 1) -> Setting:
-    return Setting(f"an integer of at least {low}", lambda value: type(value) is int and value >= low, default)
-
-
-def number(default: Any = REQUIRED, interval: str = "[0, inf)") -> Setting:
-    """Accept a number in an interval, such as "(0, 1]"."""
-    low, high = map(float, interval[1:-1].split(","))
-
-    def fits(value: Any) -> bool:
-        if type(value) not in (int, float) or (value == low and interval[0] == "("):
-            return False
-        return low <= value < high or (value == high and interval[-1] == "]")
-
-    return Setting(f"a number in {interval}", fits, default)
-
-
-def folder_name(default: Any = REQUIRED) -> Setting:
-    def fits(value: Any) -> bool:
-        return text().fits(value) and value not in (".", "..") and not {"/", "\\"} & {*value}
-
-    return Setting("a string without / and \\, since it names a folder", fits, default)
-
-
-def class_or(*names: str) -> Setting:
-    """Accept one of some names, or a class of the user's."""
-
-    def fits(value: Any) -> bool:
-        return value in names or re.fullmatch(r"[\w.]+:\w+", str(value)) is not None
-
-    return Setting(" or ".join([*names, "package.module:Class"]), fits)
-
-
-def use_wandb() -> Setting:
-    """Accept true only if Weights & Biases is installed."""
-
-    def fits(value: Any) -> bool:
-        return value is False or (value is True and importlib.util.find_spec("wandb") is not None)
-
-    return Setting("false, or true if wandb is installed (pip install wandb)", fits, False)
-
-
-def choice(*values: Any, default: Any = None) -> Setting:
-    """Accept one of some values; the first is the default, unless another is given."""
-    expected = " or ".join(map(repr, values))
-    return Setting(expected, lambda value: value in values, values[0] if default is None else default)
-
-
-def many(one: Setting, default: Any = REQUIRED, empty: bool = True) -> Setting:
-    def fits(value: Any) -> bool:
-        if not isinstance(value, list) or not (value or empty):
-            return False
-        return all(map(one.fits, value))
-
-    some = "" if empty else ", not empty"
-    return Setting(f"a list{some}, each item {one.expected}", fits, default)
-
-
-def pair(expected: str, one: Setting, default: Any = REQUIRED) -> Setting:
-    return Setting(expected, lambda value: many(one).fits(value) and len(value) == 2, default)
-
-
-def or_null(one: Setting) -> Setting:
-    return Setting(f"{one.expected}, or null", lambda value: value is None or one.fits(value), None)
+def _type_and_default(setting: Any) -> tuple[Any, Any]:
+    if isinstance(setting, tuple):
+        return setting
+    if type(setting) in OF_DEFAULTS:
+        return OF_DEFAULTS[type(setting)], setting
+    if get_origin(setting) is Literal:
+        return setting, get_args(setting)[0]
+    return setting, None if type(None) in get_args(setting) else REQUIRED
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
@@ -139,11 +61,12 @@ def parse(source: str, name: str) -> dict[str, Any]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    twice = {name for name in names if names.count(name) > 1}
-    if twice:
-        raise ValueError(f"{', '.join(sorted(twice))} is given twice")
-    return dict(pairs)
+    content: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in content:
+            raise ValueError(f"{name} is given twice")
+        content[name] = value
+    return content
 
 
 def read_arguments(arguments: Iterable[str]) -> dict[str, Any]:
@@ -153,115 +76,110 @@ def read_arguments(arguments: Iterable[str]) -> dict[str, Any]:
         key, equals, value = argument.partition("=")
         if not equals:
             raise UserError(f"settings must look like key=value, not {argument!r} (see --help)")
-        given[key] = value
-        if value.startswith("{"):
-            given[key] = parse(value, argument)
+        if "api_key" in argument:
+            raise UserError(f"{key}: other users can read the command line: set the environment variable WANDB_API_KEY")
+        given[key] = parse(value, argument) if value.startswith("{") else value
     return given
 
 
 def fill_in(
-    table: Table, layers: Mapping[str, Mapping[str, Any]], aliases: Mapping[str, str] | None = None
+    table: Mapping[str, Any],
+    absent: Mapping[str, str],
+    contradictions: Callable[[dict[str, Any]], Iterable[str]],
+    layers: Mapping[str, Mapping[str, Any]],
+    aliases: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Merge layers of settings, flat or in sections, over the defaults; later layers override earlier ones.
+    """Merge layers of settings, each flat or in sections, over the defaults; later layers override earlier ones.
 
-    Each layer is named by its source; values from the command line are strings. Aliases map prefixes of names to
-    others. One `UserError` lists all problems with their source, unknown names with the nearest match.
+    Layers are named by their sources; `COMMAND_LINE` holds strings. Settings of the original that are absent here,
+    {"section.name name=1": reason}, are ignored or `Refused`, unless their value is empty, false or the named one.
+    Aliases map prefixes of names to others. One `UserError` lists all problems, unknown names with the nearest match.
     """
-    known = {key: setting for key, setting in table.items() if not isinstance(setting, Absent)}
-    settings = {key: copy.deepcopy(setting.default) for key, setting in known.items()}
+    reasons = _reasons(absent)
+    known = {key: _type_and_default(setting) for key, setting in table.items() if key not in reasons}
+    settings = {key: copy.deepcopy(default) for key, (_, default) in known.items()}
+    given = {key: (None, "it is missing") for key, default in settings.items() if default is REQUIRED}
+    for source, layer in layers.items():
+        for key, value in flatten(layer, {*known, *reasons}):
+            for alias, name in (aliases or {}).items():
+                if key.startswith(alias):
+                    log.warning("%s stands for %s%s (%s)", key, name, key.removeprefix(alias), source)
+                    key = name + key.removeprefix(alias)
+            given[key] = value, source
     problems: list[str] = []
     ignored: dict[str, list[str]] = {}  # by the reason
-    for source, layer in layers.items():
-        for key, value in _renamed(flatten(layer, table), aliases or {}, source):
-            if key not in table:
-                problems.append(f"{_unknown(key, known)} ({source})")
-                continue
-            setting = table[key]
-            if source == COMMAND_LINE:
-                value = _typed(value, setting)
-            if key in known:
-                settings[key] = value
-            if setting.fits(value):
-                continue
-            if isinstance(setting, Refused):
-                problems.append(f"{key} is {json.dumps(value)} ({source}), but {setting.expected}")
-            elif key in known:
+    for key, (value, source) in given.items():
+        readings = _readings(value) if source == COMMAND_LINE else [value]
+        reason, neutral = reasons.get(key, ("", None))
+        if key in known:
+            try:
+                settings[key] = _valid(known[key][0], readings)
+            except ValidationError as error:
                 found = shown(key, json.dumps(value))
-                problems.append(f"{key} must be {setting.expected}, not {found} ({source})")
-            else:
-                ignored.setdefault(setting.expected, []).append(key)
-    for key, value in settings.items():
-        if value is REQUIRED:
-            problems.append(f"{key} is missing: it must be {table[key].expected}")
-    refuse(problems)
+                problems += [f"{key}: {detail['msg']}; found {found} ({source})" for detail in error.errors()]
+        elif not reason:
+            problems.append(f"{key} {_unknown(key, known)} ({source})")
+        elif readings[0] in (neutral, None, False, [], {}):
+            continue
+        elif isinstance(reason, Refused):
+            problems.append(f"{key} is {json.dumps(value)} ({source}), but {reason}")
+        else:
+            ignored.setdefault(reason, []).append(key)
+    problems = problems or [*contradictions(settings)]
+    if problems:
+        raise UserError("\n  ".join(problems))
     if ignored:
-        reasons = [f"{', '.join(keys)} ({reason})" for reason, keys in ignored.items()]
-        log.warning("ignored settings of the original: %s", "; ".join(reasons))
+        lists = [f"{', '.join(keys)} ({reason})" for reason, keys in ignored.items()]
+        log.warning("ignored settings of the original: %s", "; ".join(lists))
     return settings
 
 
-def refuse(problems: Iterable[str]) -> None:
-    """Raise one error that lists all problems, if there are any."""
-    lines = list(problems)
-    if lines:
-        raise UserError("\n  ".join(lines))
+def _reasons(absent: Mapping[str, str]) -> dict[str, tuple[str, Any]]:
+    """Read {"section.name name=1": reason} as reasons and neutral values by name."""
+    reasons = {}
+    for names, reason in absent.items():
+        (section,) = re.findall(r"^(?:\w+\.)*", names)
+        for word in names.removeprefix(section).split():
+            name, _, neutral = word.partition("=")
+            reasons[f"{section}{name}"] = reason, _readings(neutral)[0]
+    return reasons
 
 
-def _renamed(given: Iterable[tuple[str, Any]], aliases: Mapping[str, str], source: str) -> Iterator[tuple[str, Any]]:
-    for key, value in given:
-        for alias, name in aliases.items():
-            if key.startswith(alias):
-                log.warning("%s stands for %s (%s)", key, key.replace(alias, name, 1), source)
-                key = key.replace(alias, name, 1)
-        yield key, value
+def _unknown(key: str, known: Iterable[str]) -> str:
+    """Name the nearest match among the sections and the names, also without their first sections."""
+    if any(name.startswith(f"{key}.") for name in known):
+        return "must be a section: { … }"
+    sections = {name.rpartition(".")[0] for name in known if "." in name}
+    names = {section: f"the section {section}" for section in sections}
+    names |= {name[dot.end() :]: name for name in known for dot in re.finditer(r"^|\.", name)}
+    for near in get_close_matches(key, names, 1):
+        return f"is unknown; did you mean {names[near]}?"
+    return "is unknown"
 
 
-def _unknown(key: str, table: Table) -> str:
-    if any(known.startswith(f"{key}.") for known in table):
-        return f"{key} must be a section: {{ … }}"
-    near = _nearest(key, table)
-    return f"{key} is unknown; did you mean {near}?" if near else f"{key} is unknown"
-
-
-def _nearest(key: str, table: Table) -> str | None:
-    """Find the nearest match of a key: in the nearest section, else in any section, else the section itself."""
-    given, _, name = key.rpartition(".")
-    sections: dict[str, list[str]] = {}
-    endings = {}  # of the known names, in whole and without their first sections
-    for known in table:
-        path, _, last = known.rpartition(".")
-        sections.setdefault(path, []).append(last)
-        parts = known.split(".")
-        for first in range(len(parts)):
-            endings.setdefault(".".join(parts[first:]), known)
-    section = next(iter(get_close_matches(given, sections, 1)), None)
-    for near in get_close_matches(name, sections.get(section, ()), 1):
-        return f"{section}.{near}".removeprefix(".")
-    for near in get_close_matches(key if section is None else name, endings, 1):
-        return endings[near]
-    return None if section in (None, given) else f"the section {section}"
-
-
-def _typed(given: Any, setting: Setting) -> Any:
-    """Parse a string of the command line as a value that fits, if possible; otherwise return it."""
-    if not isinstance(given, str):  # but of a section
-        return given
-    for reading in _readings(given):
-        if setting.fits(reading):
-            return reading
-    return given
-
-
-def _readings(given: str) -> Iterator[Any]:
-    with suppress(ValueError):
-        yield json.loads({"True": "true", "False": "false", "None": "null"}.get(given, given))
-    with suppress(ValueError):
-        yield float(given)  # .5
+def _readings(given: Any) -> list[Any]:
+    """List the values that a string of the command line may stand for."""
+    if not isinstance(given, str):  # but part of a section
+        return [given]
+    readings: list[Any] = []
+    for read in (json.loads, literal_eval):
+        with suppress(ValueError, SyntaxError):
+            readings.append(read(given))
     if given.startswith("[") and given.endswith("]"):  # shells take away a list's quotes
-        yield [part.strip() for part in given[1:-1].split(",")]
+        readings.append([part.strip() for part in given[1:-1].split(",")])
+    return [*readings, given]
 
 
-def flatten(section: Mapping[str, Any], whole: Iterable[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _valid(kind: Any, readings: list[Any]) -> Any:
+    """Return the first valid reading, or raise the error of the first."""
+    adapter = TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False))
+    for reading in readings:
+        with suppress(ValidationError):
+            return adapter.validate_python(reading)
+    return adapter.validate_python(readings[0])
+
+
+def flatten(section: Mapping[str, Any], whole: Container[str] = (), prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Flatten sections to dotted names, except the values of names in `whole`."""
     for name, value in section.items():
         key = f"{prefix}{name}"

@@ -12,9 +12,9 @@ from starting import ROOT, TORCHRUN, run, several
 EXAMPLES = ROOT / "examples"
 DIGITS = ("sklearn", "tensorboard", "tqdm")
 SNAKES = ("numba", "tensorboard", "tqdm", "PIL")
-ROBOT = ("gymnasium_robotics", "mujoco", "tensorboard", "tqdm", "PIL", "matplotlib")
+ROBOT = ("gymnasium_robotics", "mujoco", "pydantic", "tensorboard", "tqdm", "PIL", "matplotlib")
 ON_ALL = pytest.param(several(), marks=pytest.mark.gpus(2))
-VIDEO = ("tensorboard", "tqdm", "PIL")
+VIDEO = ("pydantic", "tensorboard", "tqdm", "PIL")
 IN_HALF_PRECISION = pytest.mark.parametrize(
     ("nprocs", "amp"), [(0, "fp16"), (1, "bf16"), pytest.param(several(), "fp16", marks=pytest.mark.gpus(2))]
 )

@@ -433,7 +433,7 @@ def test_what_cannot_be_done_is_said_once_and_ends_every_rank(
         (folder / "config.json").write_text("{}")
     cases = {
         "train.batch_sise=3": "train.batch_sise is unknown; did you mean train.batch_size",
-        "train.batch_size=x": 'train.batch_size must be an integer of at least 1, not "x"',
+        "train.batch_size=x": 'train.batch_size: Input should be a valid integer; found "x"',
         "--config=/nowhere.json": "cannot read the settings in /nowhere.json",
         "train.keep_batch_size=global train.batch_size=9": "train.batch_size: A global batch of 9 does not divide",
         f"train.data_path={tmp_path}/nothing": f"no demonstrations in {tmp_path}/nothing.*robot.collect --folder",

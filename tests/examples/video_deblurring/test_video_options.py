@@ -74,41 +74,66 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ("datasets__train__dataloder_batch_size", 3, "did you mean datasets.train.dataloader_batch_size?"),
         ("trian", {"x": 1}, "trian.x is unknown; did you mean the section train?"),
         ("zzz", 1, "zzz is unknown"),
-        ("task", "../other", 'task must be a string without / and \\, since it names a folder, not "../other"'),
-        ("task", "..", "task must be a string without /"),
-        ("train__total_iter", "many", 'train.total_iter must be an integer of at least 1, not "many"'),
-        ("train__total_iter", True, "train.total_iter must be an integer"),
+        (
+            "task",
+            "../other",
+            'task: Input should be a name without / and \\, since it names a folder; found "../other"',
+        ),
+        ("task", "..", "task: Input should be a name without /"),
+        ("train__total_iter", "many", 'train.total_iter: Input should be a valid integer; found "many"'),
+        ("train__total_iter", True, "train.total_iter: Input should be a valid integer; found true"),
         ("train", 3, "train must be a section: {"),
-        ("train__E_decay", 1.0, "train.E_decay must be a number in [0, 1), not 1.0"),
-        ("train__E_decay", float("nan"), "train.E_decay must be a number in [0, 1), not NaN"),
-        ("train__G_lossfn_type", "l3", 'must be l1 or l2 or charbonnier or package.module:Class, not "l3"'),
-        ("train__G_scheduler_milestones", [5, 3], "an increasing list of iterations, not [5, 3]"),
-        ("train__G_optimizer_betas", [0.9], "two numbers in [0, 1)"),
-        ("datasets__train__gt_size", 15, "an even number of at least 8, not 15"),
+        ("train__E_decay", 1.0, "train.E_decay: Input should be less than 1; found 1.0"),
+        ("train__E_decay", float("nan"), "train.E_decay: Input should be a finite number; found NaN"),
+        (
+            "train__G_lossfn_type",
+            "l3",
+            'train.G_lossfn_type: Input should be l1 or l2 or charbonnier or package.module:Class; found "l3"',
+        ),
+        (
+            "train__G_scheduler_milestones",
+            [5, 3],
+            "G_scheduler_milestones: Input should be an increasing list of iterations; found [5, 3]",
+        ),
+        (
+            "train__G_optimizer_betas",
+            [0.9],
+            "train.G_optimizer_betas: List should have at least 2 items after validation, not 1; found [0.9]",
+        ),
+        ("datasets__train__gt_size", 15, "datasets.train.gt_size: Input should be a multiple of 2; found 15"),
+        ("datasets__train__gt_size", 6, "datasets.train.gt_size: Input should be greater than or equal to 8; found 6"),
         ("val__size_patch_testing", 31, "an even number of at least 32, or 0"),
-        ("task", "", "task must be a string"),
+        ("task", "", 'task: String should have at least 1 character; found ""'),
         ("scale", 2, "scale must be 1, not 2, with tiny_clip and with spikes"),
-        ("scale", 5, "scale must be 1 or 2 or 3 or 4, not 5"),
-        ("netG__net_type", "VRT", 'netG.net_type must be tiny_clip or vrt or rvrt or package.module:Class, not "VRT"'),
+        ("scale", 5, "scale: Input should be 1, 2, 3 or 4; found 5"),
+        (
+            "netG__net_type",
+            "VRT",
+            'netG.net_type: Input should be tiny_clip or vrt or rvrt or package.module:Class; found "VRT"',
+        ),
         ("netG__depht", 2, "netG.depht is unknown"),
         ("netG", 3, "netG must be a section"),
         (
             "datasets__train__test_mode",
             True,
-            "must be false, as it would train on the clips of val_partition, not true",
+            "test_mode is true (the option file), but it would train on the clips of val_partition: set false",
         ),
-        ("datasets__train__interval_list", [], "interval_list must be a list, not empty"),
-        ("logging__wandb_api_key", 123, "logging.wandb_api_key must be a string, or null, not <redacted>"),
+        ("datasets__train__interval_list", [], "interval_list: List should have at least 1 item"),
+        ("logging__wandb_api_key", 123, "logging.wandb_api_key: Input should be a valid string; found <redacted>"),
         ("datasets__test__dataset_type", "VideoRecurrentTestDataset", "must both have spikes, or neither"),
         ("train__G_scheduler_type", "MultiStepLR", "needs train.G_scheduler_milestones"),
         ("train__G_scheduler_periods", None, "needs train.G_scheduler_periods"),
-        ("train__G_optimizer_lr", 0, "train.G_optimizer_lr must be a number in (0, inf), not 0"),
+        ("train__G_optimizer_lr", 0, "train.G_optimizer_lr: Input should be greater than 0; found 0"),
         ("datasets__train__dataroot_lq", None, "datasets.train lacks dataroot_lq: name dataroot_gt, dataroot_lq, data"),
         ("datasets__train__dataroot_gt", None, "datasets.train lacks dataroot_gt: name dataroot_gt, dataroot_lq, data"),
         ("datasets__test__dataroot_lq", None, "datasets.test lacks dataroot_lq"),
-        ("train__G_scheduler_gamma", 1.5, "train.G_scheduler_gamma must be a number in (0, 1], not 1.5"),
+        (
+            "train__G_scheduler_gamma",
+            1.5,
+            "train.G_scheduler_gamma: Input should be less than or equal to 1; found 1.5",
+        ),
         ("train__G_scheduler_eta_min", 1.0, "train.G_scheduler_eta_min must not be above train.G_optimizer_lr"),
-        ("train__G_charbonnier_eps", 0, "train.G_charbonnier_eps must be a number in (0, inf), not 0"),
+        ("train__G_charbonnier_eps", 0, "train.G_charbonnier_eps: Input should be greater than 0; found 0"),
         ("train__fix_iter", 3, "train.fix_iter needs train.fix_keys"),
         ("val__num_frame_testing", 4, "val.num_frame_testing must be datasets.train.num_frame, 3"),
         ("val__num_frame_overlapping", 3, "val.num_frame_overlapping must be less than the 3 frames"),
@@ -124,7 +149,9 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
     with pytest.raises(UserError) as error:
         checked(train__totl_iter=3, train__E_decay=2, scale=5)
     assert len(str(error.value).splitlines()) == 3
-    with pytest.raises(UserError, match="train.total_iter is missing: it must be an integer"):
+    with pytest.raises(
+        UserError, match="train.total_iter: Input should be a valid integer; found null .it is missing."
+    ):
         complete({"task": "x"})
 
 
@@ -198,7 +225,7 @@ BETWEEN = {
     "train__fix_iter": -1,
 }
 REDS = {"scale": 4, "datasets__train__val_partition": "REDS4", "val__num_frame_testing": 40}
-NO_NOISE = r"datasets.train.dataset_type must be .*noise is not added .*: write noisy frames to dataroot_lq\), not .*"
+NO_NOISE = r"datasets.train.dataset_type: .*noise is not added .*: write noisy frames to dataroot_lq\); found .*"
 FIFTEEN = {  # option files in KAIR's options/vrt and options/rvrt: what is special in each, and why it is refused
     "vrt/001": (REDS, ""),
     "vrt/002": (REDS, ""),
@@ -229,7 +256,7 @@ def test_which_of_the_originals_option_files_are_read(changes: dict[str, Any], r
     opt = checked(**asked)
     assert opt["netG"]["net_type"] == asked["netG"]["net_type"]
     if "datasets__train__mirror_sequence" in changes:
-        with pytest.raises(UserError, match=r"train.num_frame must be .* at least 1 \(7 for Vimeo-90K\), not -1"):
+        with pytest.raises(UserError, match=r"train.num_frame: .* at least 1 \(7 for Vimeo-90K\); found -1"):
             checked(**asked, datasets__train__num_frame=-1)  # as the original has it, which finds no frames then
 
 
@@ -272,7 +299,7 @@ def test_the_command_line_outranks_the_file(tmp_path: Path) -> None:
     opt = read_options(file, ["train.total_iter=3", "gpu_ids=[0, 1]", "train.amp=bf16", "train.E_decay=.5"])
     assert (opt["train"]["total_iter"], opt["gpu_ids"], opt["train"]["amp"]) == (3, [0, 1], "bf16")
     assert opt["train"]["E_decay"] == 0.5 and opt["train"]["G_lossfn_type"] == "charbonnier"
-    with pytest.raises(UserError, match=r"train.total_iter .*, not \"many\" \(the command line\)"):
+    with pytest.raises(UserError, match=r"train.total_iter: .*; found \"many\" \(the command line\)"):
         read_options(file, ["train.total_iter=many"])
     with pytest.raises(UserError, match="settings must look like key=value, not 'total_iter'"):
         read_options(file, ["total_iter"])
@@ -301,6 +328,8 @@ def test_secrets_are_hidden_where_options_are_shown_or_saved() -> None:
 
 def test_a_run_that_needs_wandb_is_refused_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match="use_wandb must be false, or true if wandb is installed .pip install wandb."):
+    with pytest.raises(
+        UserError, match="use_wandb: Input should be false, or true if wandb is installed .pip install wandb."
+    ):
         checked(logging__use_wandb=True)
     assert not checked(logging__use_wandb=False)["logging"]["use_wandb"]
