@@ -37,7 +37,7 @@ def _path(entry: Any) -> Any:
 OnePath = Annotated[Text, BeforeValidator(_path)]
 Paths = Annotated[Some[OnePath], BeforeValidator(lambda paths: paths if isinstance(paths, list) else [paths])]
 Size = such(list[PositiveInt], "a height and a width", lambda size: len(size) == 2)
-Randomizer = such(Any, "CropRandomizer, alone and not in a list", "CropRandomizer".__eq__)
+Randomizer = such(Any, "CropRandomizer, alone and not in a list", lambda kind: kind == "CropRandomizer")
 Even = Annotated[PositiveInt, Field(multiple_of=2)]
 Odd = such(PositiveInt, "an odd number", lambda value: value % 2)
 SETTINGS = {
