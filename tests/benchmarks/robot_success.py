@@ -53,7 +53,7 @@ def main() -> None:
     """Measures and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="numbers of ranks to train on")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="of training")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of training")
     parser.add_argument("--epochs", type=int, default=20, help="of 250 optimiser steps")
     parser.add_argument("--demonstrations", type=int, default=200, help="episodes to learn from")
     parser.add_argument("--episodes", type=int, default=100, help="episodes of each evaluation")

@@ -4,7 +4,7 @@ For each seed it trains with spikes and, unless `--only` says otherwise, without
 start, tests and checkpoints are part of the time. Printed is a Markdown table: PSNR of each test clip, and gains.
 
     python tests/benchmarks/video_quality.py
-    python tests/benchmarks/video_quality.py --seeds 1 2 3 --only rgbspike --keep runs/video
+    python tests/benchmarks/video_quality.py --only rgbspike --keep runs/video
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def row(kind: str, seed: int, clips: dict, seconds: float) -> list[str]:
 def main() -> None:
     """Measures and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--only", choices=list(KINDS), help="train with spikes only, or without only")
     parser.add_argument("--keep", type=Path, help="folder for the runs; by default they are deleted")

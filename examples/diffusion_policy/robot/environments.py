@@ -41,7 +41,8 @@ with redirect_stderr(io.StringIO()):  # it prints a note on environments that ar
 
 gymnasium.register_envs(gymnasium_robotics)
 logging.getLogger("OpenGL").setLevel(logging.WARNING)
-UNSEEN = 1_000_000  # the first seed that no demonstration has
+UNSEEN = 1_000_000  # the first seed that no demonstration has: training evaluates on these and keeps the best model
+FINAL = 2_000_000  # the first seed that chooses nothing either
 AT_ONCE = 25  # environments in lock-step; more would only take memory
 CAMERA = {"distance": 1.15, "azimuth": 150.0, "elevation": -35.0, "lookat": np.array([1.3, 0.75, 0.5])}
 OF_THE_ARM = [0, 1, 2, 9, 10, 20, 21, 22, 23, 24]  # of 25 numbers: gripper, fingers, and their velocities

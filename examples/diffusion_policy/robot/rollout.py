@@ -20,7 +20,7 @@ import ddpkit
 
 from . import drawing
 from .checkpoints import load_policies
-from .environments import EXPERTS, UNSEEN, Expert, Learned, Player, Random, evaluate
+from .environments import EXPERTS, FINAL, Expert, Learned, Player, Random, evaluate
 from .samples import Entries
 
 log = logging.getLogger("robot")
@@ -33,7 +33,8 @@ def read_settings() -> argparse.Namespace:
     add("--players", nargs="+", help="some of ema, raw, random, expert (default: all)")
     add("--episodes", type=int, default=100, help="episodes, over all ranks")
     add("--horizon", type=int, default=50, help="steps in an episode")
-    add("--first-seed", type=int, default=UNSEEN, help="seed of the first episode; demonstrations have smaller ones")
+    help = f"seed of the first episode ({FINAL}); demonstrations, and rollouts that choose a model, have smaller ones"
+    add("--first-seed", type=int, default=FINAL, help=help)
     add("--json", type=Path, help="file for the scores and the outcome of each seed")
     add("--film", type=Path, help="file, without a suffix, for a film of the first player's first episode")
     add("--strip", type=Path, help="file for some of the film's frames side by side")
