@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import video
 from cluster import Slurm, cluster
@@ -74,17 +75,35 @@ def test_srun_in_a_batch_script_starts_the_ranks(slurm: Slurm, tmp_path: Path) -
     assert_joined([slurm.submit(tmp_path, f"srun --kill-on-bad-exit {program}")], "slurm", 2, 2)
 
 
-def test_the_video_trainers_batch_script_trains_on_two_nodes(slurm: Slurm, tmp_path: Path) -> None:
-    folder, script, output = ROOT / "examples/video_deblurring", tmp_path / "train.sh", tmp_path / "output"
-    opt = video.options(video.write_clips(tmp_path / "clips"), tmp_path)
-    given = (folder / "train_slurm.sh").read_text()
+def submit_example(slurm: Slurm, folder: str, name: str, tmp_path: Path, *arguments: str) -> str:
+    """Submits an example's batch script, without GPUs, for two nodes; what the job has printed."""
+    script, output = tmp_path / "train.sh", tmp_path / "output"
+    given = (ROOT / "examples" / folder / name).read_text()
     script.write_text(re.sub("^#SBATCH --gpus.*\n", "", given, flags=re.MULTILINE))  # as it says itself
     sbatch = ["sbatch", "--wait", "--ntasks-per-node=1", "--cpus-per-task=2", f"--output={output}", str(script)]
-    sbatch += [video.write_options(tmp_path / "opt.json", opt), "train.total_iter=4"]
     python = f"PATH={Path(sys.executable).parent}:$PATH"
-    sent = slurm.run("sh", "-c", f"cd {folder} && {python} {shlex.join(sbatch)}")
+    sent = slurm.run("sh", "-c", f"cd {ROOT / 'examples' / folder} && {python} {shlex.join([*sbatch, *arguments])}")
     said = output.read_text() if output.exists() else ""
     assert sent.code == 0, (sent, said)
+    return said
+
+
+@pytest.mark.peers("pydantic", "tensorboard", "tqdm")
+def test_the_robot_trainers_batch_script_trains_on_two_nodes(slurm: Slurm, tmp_path: Path) -> None:
+    episode = {"observations_0": np.random.randn(12, 3), "actions_0": np.random.randn(12, 2)}
+    np.savez(tmp_path / "episodes-0.npz", env_id=np.array(""), **episode)
+    settings = [f"train.data_path={tmp_path}", f"train.output_dir={tmp_path}/runs", "experiment.rollout.enabled=false"]
+    settings += ["train.batch_size=8", "train.num_epochs=1", "experiment.epoch_every_n_steps=4"]
+    said = submit_example(slurm, "diffusion_policy", "scripts/train_slurm.sh", tmp_path, *settings)
+    assert "done after step 4" in said and [*tmp_path.glob("runs/*/*/last.pth")], said
+    assert len(re.findall("rank [01]: cpu on node[12]", said)) == 2, said
+
+
+@pytest.mark.peers("av", "skimage", "pydantic", "tensorboard", "tqdm")
+def test_the_video_trainers_batch_script_trains_on_two_nodes(slurm: Slurm, tmp_path: Path) -> None:
+    opt = video.options(video.write_clips(tmp_path / "clips"), tmp_path)
+    arguments = [video.write_options(tmp_path / "opt.json", opt), "train.total_iter=4"]
+    said = submit_example(slurm, "video_deblurring", "train_slurm.sh", tmp_path, *arguments)
     assert said.count("launcher: slurm") == 2 and said.count("world size: 2 on 2 nodes") == 2, said
     assert "done: 4 iterations" in said and (tmp_path / "tiny/models/4_optimizerG.pth").is_file(), said
 
