@@ -1,7 +1,7 @@
 """Write the diffs of the pages anew: `python docs/diffs.py`.
 
 A diff stands in a page between the comments `<!-- diff OLD NEW -->`, which names two files of `docs/coming_from/`, and
-`<!-- end -->`. README.md stands for its two programs. A test compares the pages with what this writes.
+`<!-- end -->`. A test compares the pages with what this writes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 DOCS = Path(__file__).parent
-PAGES = [DOCS / "index.md", DOCS / "guide" / "coming-from.md"]
+PAGES = [DOCS.parent / "README.md", DOCS / "index.md", DOCS / "guide" / "coming-from.md"]
 _BLOCK = re.compile(r"(<!-- diff (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -22,7 +22,7 @@ def updated(page: Path) -> str:
 
 def _diff(old: str, new: str) -> str:
     """Compare two programs: how many lines differ, and the whole of both. Empty lines do not count."""
-    before, after = _program(old, 0), _program(new, 1)
+    before, after = ((DOCS / "coming_from" / name).read_text().splitlines() for name in (old, new))
     lines: list[str] = []
     matcher = difflib.SequenceMatcher(lambda line: not line, before, after, autojunk=False)
     for what, start, end, new_start, new_end in matcher.get_opcodes():
@@ -39,14 +39,6 @@ def _diff(old: str, new: str) -> str:
 
 def _length(program: list[str]) -> int:
     return sum(bool(line) for line in program)
-
-
-def _program(name: str, number: int) -> list[str]:
-    """Read the lines of a file of `coming_from`, or of the README's first or second program."""
-    if name != "README.md":
-        return (DOCS / "coming_from" / name).read_text().splitlines()
-    programs = re.findall(r"^```python\n(.*?)^```", (DOCS.parent / name).read_text(), re.MULTILINE | re.DOTALL)
-    return programs[number].splitlines()
 
 
 if __name__ == "__main__":

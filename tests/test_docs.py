@@ -120,7 +120,7 @@ def run_in_float64(program: str) -> tuple[list[float], str]:
 
 @pytest.mark.parametrize("samples", [240, 241])
 def test_the_program_of_the_readme_trains_the_same_weights_on_any_number_of_ranks(samples: int) -> None:
-    program = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    program = (ROOT / "docs/coming_from/small.py").read_text()
     program = program.replace("240", str(samples))
     [(expected, output)] = on_ranks(run_in_float64, 1, program)
     assert re.fullmatch(r"(epoch \d: [\d.]+\n){3}", output)
