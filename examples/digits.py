@@ -48,7 +48,7 @@ log = logging.getLogger("digits")
 
 
 def read_settings() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     add("--epochs", type=int, default=20, help="passes over the training set")
     add("--batch-size", type=int, default=96, help="samples per optimiser step")

@@ -35,7 +35,7 @@ log = logging.getLogger("gpt")
 
 
 def read_settings() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     add("--parallel", default="ddp", choices=["ddp", "fsdp"], help="replicate the model on each rank, or shard it")
     add("--layers", type=int, default=4, help="blocks of attention and MLP")

@@ -190,7 +190,7 @@ class Loader(DataLoader[Any]):
     persistent workers the older one raises `DdpkitError`.
 
     A state counts the batches that the loop received, not those prefetched by workers. Take it in
-    the loop after the optimiser step: the current batch counts as done, and the resumed run starts
+    the loop after the optimiser step: it counts the current batch as used, and the resumed run starts
     with the next one. From a state of an epoch's last batch, it starts with an empty loop, so that
     your code after the loop runs. A state taken after the loop resumes with the next epoch; after a
     `break`, with the rest of this one, unless you call `set_epoch(epoch + 1)`.

@@ -10,6 +10,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NamedTuple, NoReturn
 
@@ -61,9 +62,14 @@ class UnfitScriptError(Exception):
 
 
 class _Parser(argparse.ArgumentParser):
+    words: Sequence[str] = ()  # that may be meant
+
     def error(self, message: str) -> NoReturn:
-        """Exit with one line, without the usage."""
-        self.exit(2, f"{self.prog}: error: {message} (--help lists what there is)\n")
+        """Exit with one line, without the usage, and with the nearest word to an unknown one."""
+        unknown = re.search(r"invalid choice: '(\w+)'|unrecognized arguments: (--[\w-]+)", message)
+        near = get_close_matches(unknown[1] or unknown[2], self.words, 1) if unknown else []
+        meant = f"; did you mean {near[0]}?" if near else ""
+        self.exit(2, f"{self.prog}: error: {message}{meant} (--help lists what there is)\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,15 +104,18 @@ def _parser(words: Sequence[str]) -> _Parser:
     called = os.path.basename(sys.argv[0])
     prog = "ddpkit" if called == "ddpkit" else "python -m ddpkit"
     shape = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(prog=prog, description="Tools for jobs on many ranks.", epilog=_DOCS, formatter_class=shape)
+    common: dict[str, Any] = {"formatter_class": shape, "allow_abbrev": False}
+    parser = _Parser(prog=prog, description="Tools for jobs on many ranks.", epilog=_DOCS, **common)
+    parser.words = list(_TOOLS)
     parser.add_argument("--version", action="version", version=f"ddpkit {__version__}")
     tools = parser.add_subparsers(title="tools", dest="tool", required=True, metavar="TOOL")
     chosen = next((word for word in words if not word.startswith("-")), None)
     for name, (text, example, page) in _TOOLS.items():
         description = f"{text[0].upper()}{text[1:]}."
-        tool = tools.add_parser(name, help=text, description=description, formatter_class=shape)
+        tool = tools.add_parser(name, help=text, description=description, **common)
         if name == chosen:
             import_module(f".{name}", __package__).add_arguments(tool)
+            parser.words = list(tool._option_string_actions)
         tool.epilog = f"Example: {example}\n{docs_line(page)}"
     return parser
 

@@ -60,7 +60,7 @@ class Parser(argparse.ArgumentParser):
     """Parse a command line, ignoring arguments that launchers add: the environment has the same values."""
 
     def __init__(self, description: str, formatter: Any = argparse.RawDescriptionHelpFormatter) -> None:
-        super().__init__(description=description, formatter_class=formatter)
+        super().__init__(description=description, formatter_class=formatter, allow_abbrev=False)
         self.add_argument("--local-rank", "--local_rank", "--launcher", "--dist", help=argparse.SUPPRESS)
 
     def error(self, message: str) -> NoReturn:

@@ -32,11 +32,13 @@ GUIDE = Path(__file__).parents[2] / "docs" / "guide"
         (["doctor", "--device", "gpu"], "device='gpu' is not a device: "),
         (["doctor", "--backend", "cpu:gloo,cuda:nocl"], "backend='cpu:gloo,cuda:nocl' is unknown to torch"),
         (["doctor", "--backend", "fake"], "backend='fake' is unknown to torch"),
-        (["doctor", "--jsn"], "unrecognized arguments: --jsn (--help"),
-        (["doctor", "--timeuot=3"], "unrecognized arguments: --timeuot=3 (--help"),
-        (["doctor", "--bakcend", "gloo"], "unrecognized arguments: --bakcend gloo (--help"),
+        (["doctor", "--jsn"], "unrecognized arguments: --jsn; did you mean --json? (--help"),
+        (["doctor", "--timeuot=3"], "unrecognized arguments: --timeuot=3; did you mean --timeout? (--help"),
+        (["doctor", "--bakcend", "gloo"], "unrecognized arguments: --bakcend gloo; did you mean --backend? (--help"),
         (["doctor", "--xyz"], "unrecognized arguments: --xyz (--help"),
         (["surgeon"], "invalid choice: 'surgeon'"),
+        (["docter"], "; did you mean doctor? (--help"),
+        (["doctor", "--time", "3"], "unrecognized arguments: --time 3; did you mean --timeout?"),
     ],
 )
 def test_bad_flags_are_named(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

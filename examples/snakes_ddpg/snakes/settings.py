@@ -80,7 +80,6 @@ def read_settings(argv: Sequence[str] | None = None, saved: Mapping[str, Any] | 
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = _Parser("Trains three snakes to beat three others.", _Formatter)
-    parser.allow_abbrev = False
     count = _number(int, 1)
     share = _number(float, 0, 1)
     rate = _number(float, 1e-12)
