@@ -207,7 +207,8 @@ def render(args: argparse.Namespace, found: Difference | None, comparison: Compa
     rest += [f"{joined(unsteady)}, which rounding or the order of rows changes"] if unsteady else []
     if comparison.unpaired:
         rest.append(f"{count(comparison.unpaired, 'printed line')}, which one process prints after another step")
-    lines += [f"not compared: {'; '.join(rest)}"] if rest else []
+    if rest:
+        lines.append("\n    ".join(wrap([f"not compared: {'; '.join(rest)}"], 4)))
     return "\n".join([*lines, "", paint("equal", "green")])
 
 
