@@ -1,0 +1,295 @@
+"""Train three snakes to beat three others, in one file: the program to read first, and to copy.
+
+On one process; on two; going on after Ctrl-C, on any number of ranks::
+
+    python train_min.py
+    torchrun --nproc_per_node=2 train_min.py
+    torchrun --nproc_per_node=3 train_min.py
+
+The game, what a snake sees of it and the scripted opponents are imported; the rest is here, and `main()` is the program.
+The ranks share what one process would do. Every rank draws the random numbers of all boards, and takes those of its own;
+a batch is drawn from all boards, and each rank computes the rows that lie on its own. So a run is the same on any number
+of ranks, but for the rounding of sums.
+
+What to expect: README.md, beside this file, has the measured results.
+"""
+
+import argparse
+import dataclasses
+import logging
+import math
+import sys
+import time
+from copy import deepcopy
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+import torch
+from torch import nn
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where `shared` is, which all trainers share
+
+from shared.program import Parser, UserError, one_message
+from snakes.evaluation import Result, play_games
+from snakes.features import DIRECTION, FEATURES, WAYS, observe
+from snakes.game import SNAKES, STEPS, Boards, Game
+from snakes.opponents import OPPONENTS
+
+import ddpkit
+
+log = logging.getLogger("snakes")
+
+TEAM = 3  # snakes of a team; the first three learn
+MOMENTS = 64  # steps of every board that are remembered
+HIDDEN = 128  # width of the networks
+LEARNING_RATE = 3e-3  # of both networks at first; it falls to 0
+GAMMA = 0.97  # discount per step
+TAU = 0.01  # part of the way that the targets go per update
+
+
+# Settings
+
+
+class OneLineParser(Parser):
+    """Say in one line what is wrong with the flags."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
+
+
+def read_settings() -> argparse.Namespace:
+    parser = OneLineParser("Trains three snakes to beat three others.", argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("--episodes", type=int, default=12_000, help="games of 200 steps, of all boards together")
+    add("--boards", type=int, default=1024, help="games at once, of all ranks together")
+    add("--rows", type=int, default=6144, help="transitions of single snakes per update, of all ranks together")
+    add("--opponent", choices=OPPONENTS, default="greedy", help="who plays the other team")
+    add("--games", type=int, default=400, help="in an evaluation, half of them on either side")
+    add("--seed", type=int, default=1, help="of the weights and of all games")
+    add("--folder", type=Path, default=Path("runs/train_min"), help="of the checkpoints; a run in it goes on")
+    settings = parser.parse_args()
+    for name in ("episodes", "boards", "rows", "games", "seed"):
+        if getattr(settings, name) < 1:
+            parser.error(f"--{name} must be at least 1, not {getattr(settings, name)}")
+    if settings.boards < ddpkit.get_world_size():
+        parser.error(f"--boards {settings.boards} is too few for {ddpkit.get_world_size()} ranks: one each at least")
+    return settings
+
+
+# Networks
+
+
+def make_network() -> nn.Module:
+    """Make a network from what a snake sees to a number for each of its ways: left, straight on, right."""
+    return nn.Sequential(
+        nn.Linear(FEATURES, HIDDEN),
+        nn.ReLU(),
+        nn.Linear(HIDDEN, HIDDEN),
+        nn.ReLU(),
+        nn.Linear(HIDDEN, WAYS),
+    )
+
+
+class Agent(nn.Module):
+    """Hold an actor, which gives a snake's ways their probabilities, and a critic, which gives them their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor = nn.Sequential(make_network(), nn.Softmax(-1))
+        self.critic = make_network()
+
+    def play(self, boards: Boards, team: int, actions: np.ndarray) -> None:
+        """Fill a team's columns of the actions (n, 6) with each snake's most probable way, as a scripted player does."""
+        ways = self.probabilities(look(boards, team)).argmax(-1)
+        write_moves(boards, team, ways, actions)
+
+    @torch.no_grad()
+    def probabilities(self, seen: np.ndarray) -> np.ndarray:
+        """Give the ways of what snakes see, (n, 3, FEATURES), their probabilities, (n, 3, WAYS)."""
+        device = next(self.parameters()).device
+        return self.actor(torch.from_numpy(seen).to(device)).cpu().numpy()
+
+
+def look(boards: Boards, team: int) -> np.ndarray:
+    """Compute what a team's snakes see on n boards: (n, 3, FEATURES)."""
+    seen = np.empty((len(boards.times), TEAM, FEATURES), np.float32)
+    observe(boards, team, seen)
+    return seen
+
+
+def write_moves(boards: Boards, team: int, ways: np.ndarray, actions: np.ndarray) -> None:
+    """Turn ways (n, 3), seen along the snakes' headings, into directions in a team's columns of the actions (n, 6)."""
+    snakes = slice(TEAM * team, TEAM * (team + 1))
+    actions[:, snakes] = DIRECTION[boards.headings[:, snakes], ways]
+
+
+# Play, and remember
+
+
+class Batch(NamedTuple):
+    """Hold transitions of single snakes, B rows."""
+
+    seen: torch.Tensor  # (B, FEATURES)
+    way: torch.Tensor  # (B, 1) int64, the one taken
+    reward: torch.Tensor  # (B,): what the team gained on the other
+    later: torch.Tensor  # (B, FEATURES), seen one step later
+
+
+class Arena:
+    """Hold this rank's boards, and what the learning team has seen and done on them in the last MOMENTS steps.
+
+    `mine` are the numbers of these boards among all `total`. They start at different times of a game, so that a batch
+    holds all parts of one.
+    """
+
+    def __init__(self, mine: range, total: int, seed: int) -> None:
+        self.own = slice(mine.start, mine.stop)
+        self.total = total
+        self.game = Game(len(mine), seed, first=mine.start)
+        self.game.boards.times[:] = np.array(mine) * STEPS // total
+        shape = (len(mine), MOMENTS)
+        self.seen = np.zeros((*shape, TEAM, FEATURES), np.float32)
+        self.ways = np.zeros((*shape, TEAM), np.int64)
+        self.rewards = np.zeros(shape, np.float32)
+        self.ended = np.zeros(shape, np.bool_)  # the next moment is of another game
+
+    def play(self, step: int, agent: Agent, opponent: str, rng: np.random.Generator) -> None:
+        """Play a step on all boards: draw the team's ways by the actor's probabilities, and remember what came of it."""
+        boards = self.game.boards
+        seen = look(boards, 0)
+        limits = agent.probabilities(seen).cumsum(-1)[..., :-1]
+        draws = rng.random((self.total, TEAM, 1), np.float32)[self.own]
+        ways = (draws >= limits).sum(-1)
+        actions = np.empty((len(seen), SNAKES), np.uint8)
+        write_moves(boards, 0, ways, actions)
+        OPPONENTS[opponent](boards, 1, actions)
+        self.game.step(actions)
+
+        at = step % MOMENTS
+        gains = self.game.rewards
+        self.seen[:, at] = seen
+        self.ways[:, at] = ways
+        self.rewards[:, at] = gains[:, :TEAM].sum(1) - gains[:, TEAM:].sum(1)
+        self.ended[:, at] = self.game.done
+        self.game.reset(self.game.done)
+
+    def sample(self, step: int, rows: int, rng: np.random.Generator, device: torch.device) -> Batch:
+        """Draw rows from the moments of all ranks' boards, before a step, and return those on this rank's."""
+        board = rng.integers(self.total, size=rows)
+        snake = rng.integers(TEAM, size=rows)
+        at = (step - rng.integers(2, MOMENTS + 1, size=rows)) % MOMENTS  # not the last one, which nothing follows
+
+        here = (board >= self.own.start) & (board < self.own.stop)
+        board, snake, at = board[here] - self.own.start, snake[here], at[here]
+        whole = ~self.ended[board, at]
+        board, snake, at = board[whole], snake[whole], at[whole]
+        arrays = Batch(
+            seen=self.seen[board, at, snake],
+            way=self.ways[board, at, snake][:, None],
+            reward=self.rewards[board, at],
+            later=self.seen[board, (at + 1) % MOMENTS, snake],
+        )
+        return Batch(*(torch.from_numpy(array).to(device) for array in arrays))
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """List all arrays, of which the first dimension is that of this rank's boards, as tensors on their memory."""
+        own = {"seen": self.seen, "ways": self.ways, "rewards": self.rewards, "ended": self.ended}
+        return {name: torch.from_numpy(array) for name, array in (self.game.boards._asdict() | own).items()}
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Gather the arrays of all ranks' boards, to be saved. Collective."""
+        shares = ddpkit.all_gather(self._tensors())
+        return {name: torch.cat([share[name] for share in shares]) for name in shares[0]}
+
+    def load(self, state: dict[str, torch.Tensor]) -> None:
+        """Restore this rank's part of the arrays of all boards, whatever ranks have saved them."""
+        for name, tensor in self._tensors().items():
+            tensor.copy_(state[name][self.own])
+
+
+# Learn
+
+
+def losses(agent: Agent, targets: Agent, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the actor's and the critic's loss, sums over the rows of a batch."""
+    with torch.no_grad():
+        later = targets.actor(batch.later) * targets.critic(batch.later)
+        goal = batch.reward + GAMMA * later.sum(-1)
+    values = agent.critic(batch.seen)
+    critic_loss = (values.gather(1, batch.way).squeeze(1) - goal).square().sum()
+    actor_loss = -(agent.actor(batch.seen) * values.detach()).sum()
+    return actor_loss, critic_loss
+
+
+def evaluate(agent: Agent, opponent: str, games: int, job: ddpkit.Context) -> Result:
+    """Play games on both sides, of which every rank takes a share, and count them. Collective."""
+    first = games * job.rank // job.world_size
+    end = games * (job.rank + 1) // job.world_size
+    mine = play_games(agent.play, OPPONENTS[opponent], end - first, seed=2**31, first=first)
+    return Result(*ddpkit.all_reduce(dataclasses.astuple(mine)))
+
+
+def main(settings: argparse.Namespace, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
+    # The agent, the same on every rank, and its slow copy
+    ddpkit.seed_everything(settings.seed)
+    agent = Agent().to(job.device)
+    targets = deepcopy(agent).requires_grad_(False)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=LEARNING_RATE)
+    parts = {"agent": agent, "targets": targets, "optimizer": optimizer}
+
+    # This rank's share of the boards
+    first = settings.boards * job.rank // job.world_size
+    end = settings.boards * (job.rank + 1) // job.world_size
+    arena = Arena(range(first, end), settings.boards, settings.seed)
+
+    # Go on with the run in the folder, or fill the memory
+    updates = math.ceil(settings.episodes * STEPS / settings.boards)
+    checkpoints = ddpkit.Checkpointer(settings.folder, keep=1)
+    saved = checkpoints.load_latest(**parts)
+    if saved:
+        arena.load(saved["arena"])
+        start = saved["step"]
+        log.info("goes on after %d of %d updates, on %d rank(s)", start, updates, job.world_size)
+    else:
+        start = 0
+        for step in range(MOMENTS):
+            arena.play(step, agent, settings.opponent, np.random.default_rng([settings.seed, step]))
+
+    hides_bar = None if ddpkit.is_main_process() else True  # None: on a terminal it is shown
+    bar = tqdm(range(start, updates), initial=start, total=updates, unit="update", disable=hides_bar)
+    begin = time.monotonic()
+    for update in bar:
+        step = MOMENTS + update
+        rng = np.random.default_rng([settings.seed, step])
+        optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - update / updates)
+
+        batch = arena.sample(step, settings.rows, rng, job.device)
+        actor_loss, critic_loss = losses(agent, targets, batch)
+        optimizer.zero_grad()
+        loss = (actor_loss + critic_loss) * job.world_size / settings.rows
+        loss.backward()
+        with ddpkit.averaging(agent):
+            arena.play(step, agent, settings.opponent, rng)
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_lerp_(list(targets.parameters()), list(agent.parameters()), TAU)
+
+        done = update + 1
+        is_stop = stop.now()
+        if done % max(1, updates // 10) == 0:
+            result = evaluate(agent, settings.opponent, settings.games, job)
+            log.info("update %d of %d, %.1f s (cpu %.1f): %s", done, updates, time.monotonic() - begin, time.process_time(), result)
+        if is_stop or done == updates:
+            checkpoints.save(done, **parts, arena=arena.state())
+        if is_stop:
+            break
+
+
+if __name__ == "__main__":
+    with one_message(logging.Formatter("%(message)s")):
+        given = read_settings()
+        with ddpkit.distributed(num_threads=1) as job, ddpkit.stopping() as stop:
+            main(given, job, stop)
+        sys.exit(stop.exit_code)
