@@ -6,10 +6,10 @@ On one process; on two; going on after Ctrl-C, on any number of ranks::
     torchrun --nproc_per_node=2 train_min.py
     torchrun --nproc_per_node=3 train_min.py
 
-The game, what a snake sees of it and the scripted opponents are imported; the rest is here, and `main()` is the program.
-The ranks share what one process would do. Every rank draws the random numbers of all boards, and takes those of its own;
-a batch is drawn from all boards, and each rank computes the rows that lie on its own. So a run is the same on any number
-of ranks, but for the rounding of sums.
+The game, what a snake sees of it and the scripted opponents are imported; the rest is here, and `main()` is the
+program. The ranks share what one process would do: every rank draws the random numbers of all boards and takes those of
+its own, and of a batch, which is drawn from all boards, each rank computes the rows that lie on its own. So a run is the
+same on any number of ranks, but for the rounding of sums.
 
 What to expect: README.md, beside this file, has the measured results.
 """
@@ -19,7 +19,6 @@ import dataclasses
 import logging
 import math
 import sys
-import time
 from copy import deepcopy
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -35,7 +34,7 @@ from shared.program import Parser, UserError, one_message
 from snakes.evaluation import Result, play_games
 from snakes.features import DIRECTION, FEATURES, WAYS, observe
 from snakes.game import SNAKES, STEPS, Boards, Game
-from snakes.opponents import OPPONENTS
+from snakes.opponents import OPPONENTS, Player
 
 import ddpkit
 
@@ -47,6 +46,8 @@ HIDDEN = 128  # width of the networks
 LEARNING_RATE = 3e-3  # of both networks at first; it falls to 0
 GAMMA = 0.97  # discount per step
 TAU = 0.01  # part of the way that the targets go per update
+REPORT = 200  # updates between two evaluations, and checkpoints
+KEPT = ("episodes", "boards", "rows", "opponent", "seed")  # flags with which a run goes on as it began
 
 
 # Settings
@@ -62,7 +63,7 @@ class OneLineParser(Parser):
 def read_settings() -> argparse.Namespace:
     parser = OneLineParser("Trains three snakes to beat three others.", argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--episodes", type=int, default=12_000, help="games of 200 steps, of all boards together")
+    add("--episodes", type=int, default=6000, help="games of 200 steps, of all boards together")
     add("--boards", type=int, default=1024, help="games at once, of all ranks together")
     add("--rows", type=int, default=6144, help="transitions of single snakes per update, of all ranks together")
     add("--opponent", choices=OPPONENTS, default="greedy", help="who plays the other team")
@@ -73,6 +74,8 @@ def read_settings() -> argparse.Namespace:
     for name in ("episodes", "boards", "rows", "games", "seed"):
         if getattr(settings, name) < 1:
             parser.error(f"--{name} must be at least 1, not {getattr(settings, name)}")
+    if settings.folder.is_file():
+        parser.error(f"--folder {settings.folder} is a file: name a folder, or a path not yet in use")
     if settings.boards < ddpkit.get_world_size():
         parser.error(f"--boards {settings.boards} is too few for {ddpkit.get_world_size()} ranks: one each at least")
     return settings
@@ -101,7 +104,7 @@ class Agent(nn.Module):
         self.critic = make_network()
 
     def play(self, boards: Boards, team: int, actions: np.ndarray) -> None:
-        """Fill a team's columns of the actions (n, 6) with each snake's most probable way, as a scripted player does."""
+        """Fill a team's columns of the actions (n, 6) with each snake's most probable way, as the opponents do."""
         ways = self.probabilities(look(boards, team)).argmax(-1)
         write_moves(boards, team, ways, actions)
 
@@ -155,8 +158,8 @@ class Arena:
         self.rewards = np.zeros(shape, np.float32)
         self.ended = np.zeros(shape, np.bool_)  # the next moment is of another game
 
-    def play(self, step: int, agent: Agent, opponent: str, rng: np.random.Generator) -> None:
-        """Play a step on all boards: draw the team's ways by the actor's probabilities, and remember what came of it."""
+    def play(self, step: int, agent: Agent, opponent: Player, rng: np.random.Generator) -> None:
+        """Play a step on all boards, by ways drawn by the actor's probabilities, and remember what came of it."""
         boards = self.game.boards
         seen = look(boards, 0)
         limits = agent.probabilities(seen).cumsum(-1)[..., :-1]
@@ -164,7 +167,7 @@ class Arena:
         ways = (draws >= limits).sum(-1)
         actions = np.empty((len(seen), SNAKES), np.uint8)
         write_moves(boards, 0, ways, actions)
-        OPPONENTS[opponent](boards, 1, actions)
+        opponent(boards, 1, actions)
         self.game.step(actions)
 
         at = step % MOMENTS
@@ -223,16 +226,20 @@ def losses(agent: Agent, targets: Agent, batch: Batch) -> tuple[torch.Tensor, to
     return actor_loss, critic_loss
 
 
-def evaluate(agent: Agent, opponent: str, games: int, job: ddpkit.Context) -> Result:
+def share(count: int, job: ddpkit.Context) -> range:
+    """Return the numbers of this rank's share of so many boards or games."""
+    return range(count * job.rank // job.world_size, count * (job.rank + 1) // job.world_size)
+
+
+def evaluate(agent: Agent, opponent: Player, games: int, job: ddpkit.Context) -> Result:
     """Play games on both sides, of which every rank takes a share, and count them. Collective."""
-    first = games * job.rank // job.world_size
-    end = games * (job.rank + 1) // job.world_size
-    mine = play_games(agent.play, OPPONENTS[opponent], end - first, seed=2**31, first=first)
-    return Result(*ddpkit.all_reduce(dataclasses.astuple(mine)))
+    mine = share(games, job)
+    result = play_games(agent.play, opponent, len(mine), seed=2**31, first=mine.start)
+    return Result(*ddpkit.all_reduce(dataclasses.astuple(result)))
 
 
 def main(settings: argparse.Namespace, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
-    # The agent, the same on every rank, and its slow copy
+    # The agent, the same on every rank, and the targets, which follow it slowly
     ddpkit.seed_everything(settings.seed)
     agent = Agent().to(job.device)
     targets = deepcopy(agent).requires_grad_(False)
@@ -240,51 +247,67 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stop: ddpkit.Stop) -
     parts = {"agent": agent, "targets": targets, "optimizer": optimizer}
 
     # This rank's share of the boards
-    first = settings.boards * job.rank // job.world_size
-    end = settings.boards * (job.rank + 1) // job.world_size
-    arena = Arena(range(first, end), settings.boards, settings.seed)
+    opponent = OPPONENTS[settings.opponent]
+    log.info("compiling what is not in Numba's cache yet; the first time that takes half a minute")
+    with ddpkit.main_process_first(local=True):
+        play_games(agent.play, opponent, games=1)
+    arena = Arena(share(settings.boards, job), settings.boards, settings.seed)
 
-    # Go on with the run in the folder, or fill the memory
-    updates = math.ceil(settings.episodes * STEPS / settings.boards)
+    # Go on with the run in the folder, or fill the memory of a new one
+    flags = {name: getattr(settings, name) for name in KEPT}
     checkpoints = ddpkit.Checkpointer(settings.folder, keep=1)
+    updates = math.ceil(settings.episodes * STEPS / settings.boards)
+    done = 0
     saved = checkpoints.load_latest(**parts)
     if saved:
+        if saved["flags"] != flags:
+            began = " ".join(f"--{name} {value}" for name, value in saved["flags"].items())
+            raise UserError(f"the run in {settings.folder} began with {began}: pass the same, or another --folder")
         arena.load(saved["arena"])
-        start = saved["step"]
-        log.info("goes on after %d of %d updates, on %d rank(s)", start, updates, job.world_size)
+        done = saved["step"]
+        log.info("goes on after update %d of %d, on %d rank(s)", done, updates, job.world_size)
     else:
-        start = 0
         for step in range(MOMENTS):
-            arena.play(step, agent, settings.opponent, np.random.default_rng([settings.seed, step]))
+            arena.play(step, agent, opponent, np.random.default_rng([settings.seed, step]))
 
     hides_bar = None if ddpkit.is_main_process() else True  # None: on a terminal it is shown
-    bar = tqdm(range(start, updates), initial=start, total=updates, unit="update", disable=hides_bar)
-    begin = time.monotonic()
-    for update in bar:
-        step = MOMENTS + update
-        rng = np.random.default_rng([settings.seed, step])
-        optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - update / updates)
+    bar = tqdm(initial=done, total=updates, unit="update", disable=hides_bar)
+    stopped = False
+    while done < updates and not stopped:
+        step = MOMENTS + done
+        rng = np.random.default_rng([settings.seed, step])  # the same on every rank
+        optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - done / updates)
 
+        # Update. The sum over this rank's rows is scaled so that the mean over ranks is the mean over all rows
         batch = arena.sample(step, settings.rows, rng, job.device)
         actor_loss, critic_loss = losses(agent, targets, batch)
-        optimizer.zero_grad()
         loss = (actor_loss + critic_loss) * job.world_size / settings.rows
+        optimizer.zero_grad()
         loss.backward()
-        with ddpkit.averaging(agent):
-            arena.play(step, agent, settings.opponent, rng)
+        with ddpkit.averaging(agent):  # while the gradients travel, the boards play on
+            arena.play(step, agent, opponent, rng)
         optimizer.step()
         with torch.no_grad():
             torch._foreach_lerp_(list(targets.parameters()), list(agent.parameters()), TAU)
+        done += 1
+        bar.update()
 
-        done = update + 1
-        is_stop = stop.now()
-        if done % max(1, updates // 10) == 0:
-            result = evaluate(agent, settings.opponent, settings.games, job)
-            log.info("update %d of %d, %.1f s (cpu %.1f): %s", done, updates, time.monotonic() - begin, time.process_time(), result)
-        if is_stop or done == updates:
-            checkpoints.save(done, **parts, arena=arena.state())
-        if is_stop:
-            break
+        # Report and save, now and then and at the end; after a signal to any rank, all of them save and stop
+        stopped = stop.now()
+        is_due = done % REPORT == 0 or done == updates
+        if is_due:
+            totals = ddpkit.all_reduce([actor_loss.item(), critic_loss.item()])
+            a_loss, c_loss = (total / settings.rows for total in totals)
+            result = evaluate(agent, opponent, settings.games, job)
+            log.info("[update %d of %d] a_loss %.3f c_loss %.3f; %s", done, updates, a_loss, c_loss, result)
+        if is_due or stopped:
+            checkpoints.save(done, **parts, arena=arena.state(), flags=flags)
+    bar.close()
+
+    actor = {f"layers.{name}": value for name, value in agent.actor[0].state_dict().items()}
+    ddpkit.run_on_main(torch.save, actor, settings.folder / "actor.pth")  # for play.py
+    end = "stopped: the same command goes on" if done < updates else "done"
+    log.info("%s after update %d of %d; the actor is in %s", end, done, updates, settings.folder / "actor.pth")
 
 
 if __name__ == "__main__":
