@@ -7,9 +7,9 @@ On one process; on two; going on after Ctrl-C, on any number of ranks::
     torchrun --nproc_per_node=3 train_min.py
 
 The game, what a snake sees of it and the scripted opponents are imported; the rest is here, and `main()` is the
-program. The ranks share what one process would do: every rank draws the random numbers of all boards and takes those of
-its own, and of a batch, which is drawn from all boards, each rank computes the rows that lie on its own. So a run is the
-same on any number of ranks, but for the rounding of sums.
+program. The ranks share what one process would do: every rank draws the random numbers of all boards and takes those
+of its own; a batch is drawn from all boards, and each rank computes the rows that lie on its own. So a run is the same
+on any number of ranks, but for the rounding of sums.
 
 What to expect: README.md, beside this file, has the measured results.
 """
