@@ -41,13 +41,13 @@ import ddpkit
 log = logging.getLogger("snakes")
 
 TEAM = 3  # snakes of a team; the first three learn
-MOMENTS = 64  # steps of every board that are remembered
+FIRST = 10  # steps of every board that are remembered when learning begins
 HIDDEN = 128  # width of the networks
 LEARNING_RATE = 3e-3  # of both networks at first; it falls to 0
 GAMMA = 0.97  # discount per step
 TAU = 0.01  # part of the way that the targets go per update
 REPORT = 200  # updates between two evaluations, and checkpoints
-KEPT = ("episodes", "boards", "rows", "opponent", "seed")  # flags with which a run goes on as it began
+KEPT = ("episodes", "boards", "rows", "memory", "opponent", "seed")  # flags with which a run goes on as it began
 
 
 # Settings
@@ -66,12 +66,13 @@ def read_settings() -> argparse.Namespace:
     add("--episodes", type=int, default=6000, help="games of 200 steps, of all boards together")
     add("--boards", type=int, default=1024, help="games at once, of all ranks together")
     add("--rows", type=int, default=6144, help="transitions of single snakes per update, of all ranks together")
+    add("--memory", type=int, default=200_000, help="transitions that are remembered, of all ranks together")
     add("--opponent", choices=OPPONENTS, default="greedy", help="who plays the other team")
     add("--games", type=int, default=400, help="in an evaluation, half of them on either side")
     add("--seed", type=int, default=1, help="of the weights and of all games")
     add("--folder", type=Path, default=Path("runs/train_min"), help="of the checkpoints; a run in it goes on")
     settings = parser.parse_args()
-    for name in ("episodes", "boards", "rows", "games", "seed"):
+    for name in ("episodes", "boards", "rows", "memory", "games", "seed"):
         if getattr(settings, name) < 1:
             parser.error(f"--{name} must be at least 1, not {getattr(settings, name)}")
     if settings.folder.is_file():
@@ -141,18 +142,19 @@ class Batch(NamedTuple):
 
 
 class Arena:
-    """Hold this rank's boards, and what the learning team has seen and done on them in the last MOMENTS steps.
+    """Hold this rank's boards, and what the learning team has seen and done on them in the last `moments` steps.
 
     `mine` are the numbers of these boards among all `total`. They start at different times of a game, so that a batch
     holds all parts of one.
     """
 
-    def __init__(self, mine: range, total: int, seed: int) -> None:
+    def __init__(self, mine: range, total: int, moments: int, seed: int) -> None:
         self.own = slice(mine.start, mine.stop)
         self.total = total
+        self.moments = moments
         self.game = Game(len(mine), seed, first=mine.start)
         self.game.boards.times[:] = np.array(mine) * STEPS // total
-        shape = (len(mine), MOMENTS)
+        shape = (len(mine), moments)
         self.seen = np.zeros((*shape, TEAM, FEATURES), np.float32)
         self.ways = np.zeros((*shape, TEAM), np.int64)
         self.rewards = np.zeros(shape, np.float32)
@@ -170,7 +172,7 @@ class Arena:
         opponent(boards, 1, actions)
         self.game.step(actions)
 
-        at = step % MOMENTS
+        at = step % self.moments
         gains = self.game.rewards
         self.seen[:, at] = seen
         self.ways[:, at] = ways
@@ -182,7 +184,8 @@ class Arena:
         """Draw rows from the moments of all ranks' boards, before a step, and return those on this rank's."""
         board = rng.integers(self.total, size=rows)
         snake = rng.integers(TEAM, size=rows)
-        at = (step - rng.integers(2, MOMENTS + 1, size=rows)) % MOMENTS  # not the last one, which nothing follows
+        age = rng.integers(2, min(step, self.moments) + 1, size=rows)  # not 1, the last step, which nothing follows
+        at = (step - age) % self.moments
 
         here = (board >= self.own.start) & (board < self.own.stop)
         board, snake, at = board[here] - self.own.start, snake[here], at[here]
@@ -192,7 +195,7 @@ class Arena:
             seen=self.seen[board, at, snake],
             way=self.ways[board, at, snake][:, None],
             reward=self.rewards[board, at],
-            later=self.seen[board, (at + 1) % MOMENTS, snake],
+            later=self.seen[board, (at + 1) % self.moments, snake],
         )
         return Batch(*(torch.from_numpy(array).to(device) for array in arrays))
 
@@ -251,9 +254,10 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stop: ddpkit.Stop) -
     log.info("compiling what is not in Numba's cache yet; the first time that takes half a minute")
     with ddpkit.main_process_first(local=True):
         play_games(agent.play, opponent, games=1)
-    arena = Arena(share(settings.boards, job), settings.boards, settings.seed)
+    moments = max(FIRST, settings.memory // (TEAM * settings.boards))
+    arena = Arena(share(settings.boards, job), settings.boards, moments, settings.seed)
 
-    # Go on with the run in the folder, or fill the memory of a new one
+    # Go on with the run in the folder, or begin one, with something to remember
     flags = {name: getattr(settings, name) for name in KEPT}
     checkpoints = ddpkit.Checkpointer(settings.folder, keep=1)
     updates = math.ceil(settings.episodes * STEPS / settings.boards)
@@ -267,14 +271,14 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stop: ddpkit.Stop) -
         done = saved["step"]
         log.info("goes on after update %d of %d, on %d rank(s)", done, updates, job.world_size)
     else:
-        for step in range(MOMENTS):
+        for step in range(FIRST):
             arena.play(step, agent, opponent, np.random.default_rng([settings.seed, step]))
 
     hides_bar = None if ddpkit.is_main_process() else True  # None: on a terminal it is shown
     bar = tqdm(initial=done, total=updates, unit="update", disable=hides_bar)
     stopped = False
     while done < updates and not stopped:
-        step = MOMENTS + done
+        step = FIRST + done
         rng = np.random.default_rng([settings.seed, step])  # the same on every rank
         optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - done / updates)
 

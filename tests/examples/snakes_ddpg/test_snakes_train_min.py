@@ -25,7 +25,7 @@ pytestmark = pytest.mark.storm  # it trains again and again
 FOLDER = Path(__file__).parents[3] / "examples" / "snakes_ddpg"
 PATIENCE = 900.0  # seconds for a launch, which takes 10 on an idle machine
 BOARDS, ROWS, UPDATES, GAMES = 7, 50, 58, 5  # of which 2 and 3 ranks get different shares
-TINY = f"--boards {BOARDS} --rows {ROWS} --episodes 2 --games {GAMES}"
+TINY = f"--boards {BOARDS} --rows {ROWS} --memory 630 --episodes 2 --games {GAMES}"
 
 
 def train(flags: str) -> None:
@@ -166,8 +166,8 @@ def test_a_batch_holds_what_was_seen_done_gained_and_seen_next() -> None:
     program = runpy.run_path(str(FOLDER / "train_min.py"))
     torch.manual_seed(0)
     agent = program["Agent"]()
-    memory, total = program["MOMENTS"], 5
-    arena = program["Arena"](range(total), total, seed=3)
+    memory, total = 64, 5
+    arena = program["Arena"](range(total), total, memory, seed=3)
     seen, leads, times, headings, died = [], [], [], [], []
     for step in range(memory + 9):  # until the memory is overwritten
         boards = arena.game.boards
