@@ -45,6 +45,7 @@ FIRST = 10  # steps of every board that are remembered when learning begins
 HIDDEN = 128  # width of the networks
 LEARNING_RATE = 3e-3  # of both networks at first; it falls to 0
 GAMMA = 0.97  # discount per step
+ENTROPY = 0.03  # its weight in the actor's loss: without it some actors settle before the critic knows anything
 TAU = 0.01  # part of the way that the targets go per update
 REPORT = 200  # updates between two evaluations, and checkpoints
 KEPT = ("episodes", "boards", "rows", "memory", "opponent", "seed")  # flags with which a run goes on as it began
@@ -225,7 +226,9 @@ def losses(agent: Agent, targets: Agent, batch: Batch) -> tuple[torch.Tensor, to
         goal = batch.reward + GAMMA * later.sum(-1)
     values = agent.critic(batch.seen)
     critic_loss = (values.gather(1, batch.way).squeeze(1) - goal).square().sum()
-    actor_loss = -(agent.actor(batch.seen) * values.detach()).sum()
+    chances = agent.actor(batch.seen)
+    entropy = -(chances * chances.clamp_min(1e-8).log()).sum()
+    actor_loss = -(chances * values.detach()).sum() - ENTROPY * entropy
     return actor_loss, critic_loss
 
 
