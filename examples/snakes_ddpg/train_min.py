@@ -9,7 +9,7 @@ On one process; on two; going on after Ctrl-C, on any number of ranks::
 The game, what a snake sees of it and the scripted opponents are imported; the rest is here, and `main()` is the
 program. The ranks share what one process would do: every rank draws the random numbers of all boards and takes those
 of its own; a batch is drawn from all boards, and each rank computes the rows that lie on its own. So a run is the same
-on any number of ranks, but for the rounding of sums.
+on any number of ranks, but for the rounding of sums: once that turns a move, the games differ as with another seed.
 
 What to expect: README.md, beside this file, has the measured results.
 """
@@ -190,7 +190,7 @@ class Arena:
 
         here = (board >= self.own.start) & (board < self.own.stop)
         board, snake, at = board[here] - self.own.start, snake[here], at[here]
-        whole = ~self.ended[board, at]
+        whole = ~self.ended[board, at]  # the last step of a game has none after it
         board, snake, at = board[whole], snake[whole], at[whole]
         arrays = Batch(
             seen=self.seen[board, at, snake],
