@@ -19,6 +19,7 @@ from ddpkit import ScalePlan
 
 ROUND = 50  # steps of all boards from one look at the global counters to the next
 BATCH_SIZE = 6144  # rows per optimiser step, global, if no flag says otherwise
+ROWS = 6  # of them per board, which brings three transitions a step: each is drawn twice
 MIXED = "mixed"  # the strategy of meeting all of the ladder
 EVASIVE = "evasive"  # the opponent's name
 
@@ -31,7 +32,7 @@ LADDERS: dict[str, Callable[[float], float]] = {
 
 _GUIDES = {
     "total_episodes": None,
-    "boards": 1,  # which becomes one per rank
+    "boards": None,
     "global_batch_size": None,
     "batch_size": 128,
     "buffer_size": 100_000,
@@ -93,7 +94,8 @@ def _make_parser() -> argparse.ArgumentParser:
     text = "episodes per rank, instead; episodes in flags that say so are then counted per rank too"
     either("--max_episodes", const="total_episodes", type=count, help=text)
     add("--episode_length", type=count, default=200, help="steps of an episode")
-    add("--boards", type=count, default=1024, help="at once, global; rounded up to a multiple of the ranks")
+    text = f"at once, global, rounded up to a multiple of the ranks (default: one per {ROWS} rows of the global batch)"
+    add("--boards", type=count, help=text)
     add("--seed", type=_number(int, 0, 2**63 - 1), default=1, help="of the weights and of every board's own stream")
 
     group = parser.add_argument_group("agent")
@@ -201,7 +203,7 @@ def resolve(settings: argparse.Namespace, world_size: int) -> argparse.Namespace
     episodes = settings.total_episodes or settings.max_episodes * world_size
     counted_by = world_size if settings.max_episodes else getattr(settings, "counted_by", 1)
     start = settings.opponent_evasion_start_episode
-    boards = _round_up(settings.boards, world_size)
+    boards = _round_up(settings.boards or max(1, actor.global_batch_size // ROWS), world_size)
     added = {
         "world_size": world_size,
         "episodes": episodes,  # global

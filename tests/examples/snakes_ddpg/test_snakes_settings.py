@@ -76,7 +76,6 @@ def test_a_preset_is_its_guides_column(guide):
     assert s.actor_lr == s.critic_lr == pytest.approx(lr * (8 if guide == "guide-a" else 1))
     assert (s.gamma, s.tau, s.epsilon, s.epsilon_speed) == (gamma, tau, epsilon, speed)
     assert (s.opponent_difficulty_strategy, s.seed) == (strategy, 1)
-    assert (s.boards_global, s.boards_per_rank) == (8, 1)
     assert (s.episode_length, s.buffer_size, s.save_interval) == (200, 100_000, 1000)
     if guide == "guide-c":
         assert opponent_at(s, 1) == opponent_at(s, s.episodes) == "greedy"
@@ -105,8 +104,19 @@ def test_the_defaults_work_on_any_number_of_ranks(world_size):
     assert s.batch_global == s.batch_per_rank * world_size
     assert BATCH_SIZE <= s.batch_global < BATCH_SIZE + world_size
     assert s.boards_global == s.boards_per_rank * world_size
-    assert s.boards <= s.boards_global < s.boards + world_size
+    assert 1024 <= s.boards_global < 1024 + world_size
     assert describe(s)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+    "flags", ["--batch_size 128", "--global_batch_size 1536", "--preset guide-c", "--batch_size 1"]
+)
+def test_the_boards_follow_the_batch_so_that_each_transition_is_drawn_about_twice(flags, world_size):
+    s = planned(*flags.split(), world_size=world_size)
+    assert s.boards_global % world_size == 0
+    assert 0 <= s.boards_global - s.batch_global // 6 <= world_size
+    assert planned(*flags.split(), "--boards", "40", world_size=world_size).boards_global in range(40, 48)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +268,7 @@ def test_a_global_batch_must_divide():
 
 
 def test_the_plan_counts_environment_steps_samples_and_optimiser_steps_of_all_ranks():
-    text = describe(planned("--preset", "guide-a", world_size=8))
+    text = describe(planned("--preset", "guide-a", "--boards", "8", world_size=8))
     for figure in (
         "50,000 in all, 6,250 per rank",
         "some 10,001,592 in all",  # the first, part episode of each of 8 boards too
@@ -267,7 +277,7 @@ def test_the_plan_counts_environment_steps_samples_and_optimiser_steps_of_all_ra
         "0.0024 (actor), 0.0024 (critic), scaling linear",
     ):
         assert figure in text
-    text = describe(planned("--preset", "guide-b", world_size=1))  # as many episodes and samples, 8 x the steps
+    text = describe(planned("--preset", "guide-b", "--boards", "1"))  # as many episodes and samples, 8 x the steps
     for figure in ("50,000 in all, 50,000 per rank", "10,000,199 in all", "10,050,200, each", "1,286,425,600"):
         assert figure in text
     text = describe(planned("--total_episodes", "10", "--boards", "4", "--batch_size", "5"))
