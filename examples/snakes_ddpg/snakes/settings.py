@@ -137,13 +137,13 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--log_interval", type=count, default=500, help="episodes, global, between reports")
     add("--eval_interval", type=count, default=5000, help="episodes, global, between evaluations")
     add("--eval_games", type=count, default=100, help="games with each of the ladder, global, on both sides in turn")
-    add("--runs_folder", type=Path, default=runs.ROOT, help="where the runs' folders are")
+    add("--runs_folder", "--log_dir", type=Path, default=runs.ROOT, help="where the runs' folders are")
     text = "go on with a run: a number, a folder, or latest, which it is without a value"
     add("--resume", nargs="?", const="latest", metavar="RUN", help=text)
     add("--load_model", action="store_true", help="begin a new run with an old one's weights, by default the latest's")
     add("--load_model_run", type=count, metavar="N", help="the run whose weights to load")
     text = "and the episode, or the last one saved before it; by default its best, else its last"
-    add("--load_model_run_episode", type=count, metavar="E", help=text)
+    add("--load_model_run_episode", "--model_episode", type=count, metavar="E", help=text)
     add("--game_name", choices=("snakes_3v3",), default="snakes_3v3", help="as in the public trainers")
     add("--algo", choices=("ddpg",), default="ddpg", help="as in the public trainers")
     return parser
@@ -153,6 +153,8 @@ class _Parser(Parser):
     """Say in one line what is wrong; the usage would be twenty."""
 
     def error(self, message: str) -> NoReturn:
+        if "--update_interval" in message:
+            message += ": leave it out; one optimiser step follows each step of all boards, whose number is --boards"
         raise UserError(message)
 
 

@@ -139,6 +139,7 @@ def test_the_boards_follow_the_batch_so_that_each_transition_is_drawn_about_twic
         (["--resume", "--load_model_run", "3"], "leave out --load_model"),
         (["--epsilon_sped", "0.9"], "unrecognized arguments: --epsilon_sped"),
         (["--epis", "9"], "unrecognized arguments"),
+        (["--update_interval", "4"], "--update_interval.*one optimiser step follows each step of all boards.*--boards"),
     ],
 )
 def test_bad_input_is_named(argv, message):
@@ -150,6 +151,11 @@ def test_bad_input_is_named(argv, message):
 @pytest.mark.parametrize("flag", ["--local_rank=1", "--local-rank=1"])
 def test_what_a_launcher_passes_is_passed_over(flag):
     assert read_settings([flag]) == read_settings([])
+
+
+def test_names_of_the_source_repository_mean_ours():
+    settings = read_settings(["--model_episode", "4000", "--log_dir", "here"])
+    assert (settings.load_model, settings.load_model_run_episode, settings.runs_folder) == (True, 4000, Path("here"))
 
 
 def test_a_run_to_load_means_loading_and_resume_names_a_run_or_means_the_latest():
@@ -299,7 +305,7 @@ def test_the_readme_s_table_tells_of_the_flags_that_there_are_and_of_those_that_
     table = text.partition("## From the guides to here")[2].partition("\n## ")[0]
     rows = [row.strip("|").split("|") for row in table.splitlines() if row.startswith("| `--")]
     flags = {flag for row in rows for flag in re.findall(r"--([a-z_]+)", row[0])}
-    absent = {"model_episode", "log_dir", "local_rank"}
+    absent = {"model_episode", "log_dir", "local_rank", "update_interval"}
     assert flags - absent <= {*vars(read_settings([]))} and absent < flags
     assert all(re.match(" (works|differs|goes on)", row[1]) for row in rows)
     public = {"max_episodes", "batch_size", "a_lr", "c_lr", "gamma", "tau", "seed", "epsilon", "epsilon_speed"}
