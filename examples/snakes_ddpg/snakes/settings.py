@@ -286,5 +286,29 @@ def describe(s: argparse.Namespace) -> str:
     return "\n".join(f"{name:<18}  {value}" for name, value in rows.items())
 
 
+def suspect(s: argparse.Namespace) -> str:
+    """Name the flag that is furthest from its default, of those that can keep a run from learning, with both values.
+
+    Takes resolved settings.
+    """
+    usual = resolve(read_settings([]), s.world_size)
+    pairs = {
+        "boards": (s.boards_global, max(1, s.batch_global // ROWS)),
+        "a_lr": (s.actor_lr, usual.actor_lr),
+        "c_lr": (s.critic_lr, usual.critic_lr),
+        "tau": (s.tau, usual.tau),
+        "gamma": (s.gamma, usual.gamma),
+        "hidden": (s.hidden, usual.hidden),
+    }
+
+    def distance(name: str) -> float:
+        scales = [1.001 - value if name == "gamma" else value + 1e-9 for value in pairs[name]]
+        return abs(math.log(scales[0] / scales[1]))
+
+    name = max(pairs, key=distance)
+    found, default = pairs[name]
+    return f"--{name} {found:g} (default: {default:g})"
+
+
 def _round_up(count: int, ranks: int) -> int:
     return -(-count // ranks) * ranks

@@ -23,6 +23,7 @@ from snakes.settings import (
     opponent_at,
     read_settings,
     resolve,
+    suspect,
 )
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "snakes_ddpg"
@@ -345,3 +346,19 @@ def test_a_preset_undoes_a_saved_global_batch(tmp_path):
 def test_resolving_twice_changes_nothing():
     s = planned("--preset", "guide-a", world_size=8)
     assert resolve(s, 8) == s
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--batch_size 128 --boards 1024", "--boards 1024 (default: 21)"),
+        ("--batch_size 128 --a_lr 1e-6", "--a_lr 1e-06 (default: 0.003)"),
+        ("--preset guide-a --c_lr 0.5", "--c_lr 0.5 (default: 0.003)"),
+        ("--tau 1", "--tau 1 (default: 0.01)"),
+        ("--tau 0", "--tau 0 (default: 0.01)"),
+        ("--gamma 1", "--gamma 1 (default: 0.97)"),
+        ("--hidden 2", "--hidden 2 (default: 128)"),
+    ],
+)
+def test_the_likely_reason_why_nothing_is_learnt_is_the_flag_furthest_from_its_default(flags, named):
+    assert suspect(planned(*flags.split())) == named
