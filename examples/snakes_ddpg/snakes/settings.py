@@ -20,6 +20,7 @@ from ddpkit import ScalePlan
 ROUND = 50  # steps of all boards from one look at the global counters to the next
 BATCH_SIZE = 6144  # rows per optimiser step, global, if no flag says otherwise
 ROWS = 6  # of them per board, which brings three transitions a step: each is drawn twice
+LEARNING_RATE = 3e-3  # of Adam with a batch of that size, or more
 MIXED = "mixed"  # the strategy of meeting all of the ladder
 EVASIVE = "evasive"  # the opponent's name
 
@@ -105,8 +106,9 @@ def _make_parser() -> argparse.ArgumentParser:
     text = f"rows per optimiser step, global, instead (default: {BATCH_SIZE}, rounded up to a multiple of the ranks)"
     either("--global_batch_size", const="batch_size", type=count, help=text)
     add("--buffer_size", type=count, default=200_000, help="transitions kept, per rank")
-    add("--a_lr", type=rate, default=3e-3, help="learning rate of the actor, before scaling")
-    add("--c_lr", type=rate, default=3e-3, help="learning rate of the critic, before scaling")
+    text = f"before scaling (default: {LEARNING_RATE}, with a smaller batch less, by the square root)"
+    add("--a_lr", type=rate, help=f"learning rate of the actor, {text}")
+    add("--c_lr", type=rate, help=f"learning rate of the critic, {text}")
     text = "what --batch_size on several ranks does to the learning rates; Adam ignores a gradient's scale: none"
     add("--lr_scaling", choices=("none", "linear", "sqrt"), default="none", help=text)
     add("--gamma", type=share, default=0.97, help="discount per step")
@@ -200,8 +202,11 @@ def resolve(settings: argparse.Namespace, world_size: int) -> argparse.Namespace
     if size is None:
         size = settings.global_batch_size or _round_up(BATCH_SIZE, world_size)
         keep = "global"
-    actor = ScalePlan(size, settings.a_lr, world_size, keep=keep, rule=settings.lr_scaling)
-    critic = ScalePlan(size, settings.c_lr, world_size, keep=keep, rule=settings.lr_scaling)
+    scaled = partial(ScalePlan, size, world_size=world_size, keep=keep, rule=settings.lr_scaling)
+    rows = size if settings.lr_scaling != "none" else scaled(1.0).global_batch_size
+    rate = LEARNING_RATE * min(1, rows / BATCH_SIZE) ** 0.5
+    actor = scaled(settings.a_lr or rate)
+    critic = scaled(settings.c_lr or rate)
     episodes = settings.total_episodes or settings.max_episodes * world_size
     counted_by = world_size if settings.max_episodes else getattr(settings, "counted_by", 1)
     start = settings.opponent_evasion_start_episode
@@ -287,27 +292,23 @@ def describe(s: argparse.Namespace) -> str:
 
 
 def suspect(s: argparse.Namespace) -> str:
-    """Name the flag that is furthest from its default, of those that can keep a run from learning, with both values.
+    """Name the flag that is furthest from its default, of those that can keep a run from learning.
 
     Takes resolved settings.
     """
-    usual = resolve(read_settings([]), s.world_size)
-    pairs = {
-        "boards": (s.boards_global, max(1, s.batch_global // ROWS)),
-        "a_lr": (s.actor_lr, usual.actor_lr),
-        "c_lr": (s.critic_lr, usual.critic_lr),
-        "tau": (s.tau, usual.tau),
-        "gamma": (s.gamma, usual.gamma),
-        "hidden": (s.hidden, usual.hidden),
-    }
+    usual = resolve(read_settings(["--global_batch_size", str(s.batch_global)]), s.world_size)
 
     def distance(name: str) -> float:
-        scales = [1.001 - value if name == "gamma" else value + 1e-9 for value in pairs[name]]
+        scales = [getattr(one, name) + 1e-9 for one in (s, usual)]
+        if name == "gamma":
+            scales = [1.001 - gamma for gamma in scales]
         return abs(math.log(scales[0] / scales[1]))
 
-    name = max(pairs, key=distance)
-    found, default = pairs[name]
-    return f"--{name} {found:g} (default: {default:g})"
+    flags = {"boards_global": "boards", "actor_lr": "a_lr", "critic_lr": "c_lr"}
+    name = max([*flags, "tau", "gamma", "hidden"], key=distance)
+    if distance(name) < 1:
+        return "no flag's, all being near their defaults: try another --seed"
+    return f"--{flags.get(name, name)} {getattr(s, name):g} (default: {getattr(usual, name):g})"
 
 
 def _round_up(count: int, ranks: int) -> int:

@@ -269,6 +269,17 @@ def test_learning_rates_are_scaled_for_a_batch_that_grows_with_the_ranks(rule, f
     assert (s.actor_lr, s.critic_lr) == (0.001, 0.002)
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(("batch", "rate"), [(6144, 3e-3), (61440, 3e-3), (1536, 1.5e-3), (96, 3.75e-4)])
+def test_a_small_batch_has_a_smaller_learning_rate_alike_on_any_number_of_ranks(batch, rate, world_size):
+    whole = planned("--global_batch_size", str(batch), world_size=world_size)
+    shares = planned("--batch_size", str(batch // world_size), world_size=world_size)
+    assert (whole.actor_lr, whole.critic_lr) == (shares.actor_lr, shares.critic_lr) == (rate, pytest.approx(rate))
+    assert planned("--batch_size", "96", "--lr_scaling", "linear", world_size=world_size).critic_lr == (
+        pytest.approx(3.75e-4 * world_size)
+    )
+
+
 def test_a_global_batch_must_divide():
     with pytest.raises(ValueError, match=r"512 .* 3 ranks.* a multiple of 3"):
         planned("--global_batch_size", "512", world_size=3)
@@ -352,8 +363,9 @@ def test_resolving_twice_changes_nothing():
     ("flags", "named"),
     [
         ("--batch_size 128 --boards 1024", "--boards 1024 (default: 21)"),
-        ("--batch_size 128 --a_lr 1e-6", "--a_lr 1e-06 (default: 0.003)"),
-        ("--preset guide-a --c_lr 0.5", "--c_lr 0.5 (default: 0.003)"),
+        ("--batch_size 96 --a_lr 1e-6", "--a_lr 1e-06 (default: 0.000375)"),
+        ("--c_lr 0.5", "--c_lr 0.5 (default: 0.003)"),
+        ("", "no flag's, all being near their defaults: try another --seed"),
         ("--tau 1", "--tau 1 (default: 0.01)"),
         ("--tau 0", "--tau 0 (default: 0.01)"),
         ("--gamma 1", "--gamma 1 (default: 0.97)"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import re
 import runpy
@@ -241,7 +242,8 @@ def test_a_run_goes_on_where_it_stopped_on_other_numbers_of_ranks(trained: Train
             for part in ("networks", "targets", "optimizer"):
                 found, kept = (whole.get("state", whole) for whole in (beginning[part], state[part]))
                 assert same(found, kept), (rank, part)
-            assert [group["lr"] for group in beginning["optimizer"]["param_groups"]] == [ranks / 1000, 0.003]
+            rates = [group["lr"] for group in beginning["optimizer"]["param_groups"]]
+            assert rates == [ranks / 1000, 0.003 * math.sqrt(2 * BATCH / 6144)]
             assert beginning["optimizer"]["state"][0]["step"] == state["total"]["optimiser_steps"]
         after = checkpoint(folder)
         assert after["total"]["episodes"] >= episodes and after["ranks"] == ranks
