@@ -28,12 +28,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # where `shared` is, which a
 from shared.program import Parser, one_message, user_error
 from snakes.game import COLUMNS, NONE, ROWS, SNAKES, Game
 from snakes.opponents import OPPONENTS
-from snakes.runs import parse, replacing
+from snakes.runs import ROOT, parse, replacing
 from snakes.search import DEPTH, Policy, Search, load_player
 
 TEMPLATE = Path(__file__).parent / "snakes" / "submission_template.py"
 NAMES = ("up", "down", "left", "right")
 CHECKED = 100  # steps on each side for which a submission has to play as the model
+TIMED = 20  # the last of these steps, which are timed
 
 
 def read_settings() -> argparse.Namespace:
@@ -41,6 +42,7 @@ def read_settings() -> argparse.Namespace:
         "Writes a trained model as a submission for the competition platform.", argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("model", help="path of an actor_*.pth, a run's folder, runN, runN:EPISODE, or latest")
+    parser.add_argument("--runs_folder", type=Path, default=ROOT, help="where the runs' folders are")
     parser.add_argument("--output", type=Path, default=Path("submission.py"), help="the file to write")
     text = "steps that it looks ahead; 0: play as the actor alone does"
     parser.add_argument("--depth", type=int, default=DEPTH, help=text)
@@ -83,16 +85,15 @@ def observations(game: Game, b: int, before: np.ndarray | None) -> list[dict[Any
     return [{**told, "controlled_snake_index": s + 2} for s in range(SNAKES)]
 
 
-def check(path: Path, policy: Policy) -> tuple[int, float]:
-    """Play half a game with the written file on each side, against random moves: moves, and seconds of the slowest.
+def check(path: Path, policy: Policy) -> list[dict[Any, Any]]:
+    """Play half a game with the written file on each side, against random moves; return what it was told for each move.
 
     Raise a ValueError if anything raises inside the file, or it does not play as the policy does.
     """
     submission = runpy.run_path(str(path))
     submission["my_controller"].__globals__["SECONDS"] = np.inf  # however busy this machine is
-    moves = 0
+    asked = []
     differ = 0
-    slowest = 0.0
     for team in (0, 1):
         game = Game(1, seed=team, episode_length=CHECKED)
         before = None
@@ -102,21 +103,30 @@ def check(path: Path, policy: Policy) -> tuple[int, float]:
             OPPONENTS["random"](game.boards, 1 - team, actions)
             told = observations(game, 0, before)
             for s in range(3 * team, 3 * team + 3):
-                start = time.perf_counter()
                 actions[0, s] = submission["my_controller"](told[s], None, False)[0].index(1)
-                slowest = max(slowest, time.perf_counter() - start)
-                moves += 1
+                asked.append(told[s])
                 differ += int(actions[0, s] != wanted[0, s])
             before = game.boards.headings[0].copy()
             game.step(actions)
     for function, error in submission["failures"].items():  # after which a match goes on with the next best player
         raise ValueError(f"{function}() of the submission raised {type(error).__name__}: {error}") from error
-    if differ > moves / 300:  # a heading that cannot be known, or two ways that are equally good but for rounding
+    if differ > len(asked) / 300:  # a heading that cannot be known, or two ways that are equally good but for rounding
         raise ValueError(
-            f"{differ} of {moves} moves of the submission are not the model's; "
+            f"{differ} of {len(asked)} moves of the submission are not the model's; "
             f"{TEMPLATE.name} has to compute what features.py and search.py do"
         )
-    return moves, slowest
+    return asked
+
+
+def time_calls(path: Path, asked: list[dict[Any, Any]]) -> float:
+    """Ask the written file as a match does, where its search ends in time; return the seconds of the slowest call."""
+    controller = runpy.run_path(str(path))["my_controller"]
+    slowest = 0.0
+    for observation in asked:
+        start = time.perf_counter()
+        controller(observation)
+        slowest = max(slowest, time.perf_counter() - start)
+    return slowest
 
 
 @user_error("cannot export", OSError, ValueError)
@@ -126,13 +136,16 @@ def main(args: argparse.Namespace) -> None:
         raise ValueError(f"--seconds must be 0 or more, not {args.seconds}")
     if not args.output.parent.is_dir():
         raise FileNotFoundError(f"cannot write {args.output}: there is no folder {args.output.parent}")
-    model = parse(args.model)
+    model = parse(args.model, args.runs_folder)
     policy = load_player(model, args.depth)
     with replacing(args.output) as unchecked:
         write(policy, args.seconds, unchecked)
-        moves, seconds = check(unchecked, policy)
+        asked = check(unchecked, policy)
+        seconds = time_calls(unchecked, asked[-3 * TIMED :])
     size = args.output.stat().st_size / 1000
-    print(f"{args.output} plays as {model} in {moves} moves: {size:.0f} kB, at most {1000 * seconds:.0f} ms per call")
+    print(
+        f"{args.output} plays as {model} in {len(asked)} moves: {size:.0f} kB, up to {1000 * seconds:.0f} ms per call"
+    )
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ def read_settings() -> argparse.Namespace:
     add("players", nargs="+", metavar="player", help="who meets each of those that follow; greedy if none follows")
     add("--games", type=int, default=400, help="to play per pair, half of them on either side")
     add("--seed", type=int, default=0, help="of all games")
+    add("--runs_folder", type=Path, default=runs.ROOT, help="where the runs' folders are")
     add("--depth", type=int, default=DEPTH, help="steps that trained models look ahead; 0: play as their actor alone")
     add("--watch", action="store_true", help="show the first game in the terminal; Ctrl-C ends it")
     add("--fps", type=float, default=12, help="steps per second to watch, and in the GIF")
@@ -56,12 +57,12 @@ def read_settings() -> argparse.Namespace:
     return args
 
 
-def player(name: str, depth: int = DEPTH) -> Player:
+def player(name: str, depth: int = DEPTH, runs_folder: Path = runs.ROOT) -> Player:
     """Find a scripted opponent by its name or difficulty, or a trained model, which searches if the depth is not 0."""
     try:
         if name in OPPONENTS or name.isdecimal():
             return get(name)
-        path = runs.parse(name)
+        path = runs.parse(name, runs_folder)
         print(f"{name} is {path}", file=sys.stderr)
         return load_player(path, depth)
     except FileNotFoundError as error:
@@ -110,7 +111,7 @@ def count(one: Player, other: Player, games: int, seed: int) -> Result:
 def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)  # more only get in each other's way with networks this small
     names = args.players if len(args.players) > 1 else [*args.players, "greedy"]
-    one, *others = [player(name, args.depth) for name in names]
+    one, *others = [player(name, args.depth, args.runs_folder) for name in names]
     if args.watch or args.gif:
         frames = list(play_one(one, others[0], args.seed))
         if args.watch:

@@ -47,6 +47,9 @@ def start_together() -> None:
     Collector.__init__ = make_together
 
 
+# the public guides' flags, which set the batch, and so the boards
+GUIDE_A = "--batch_size 128 --a_lr 3e-4 --c_lr 3e-4 --gamma 0.99 --tau 0.01 --epsilon 0.5 --epsilon_speed 0.9995"
+GUIDE_C = "--batch_size 64 --a_lr 1e-4 --c_lr 1e-4 --gamma 0.95 --tau 0.001 --epsilon 0.5 --epsilon_speed 0.99998"
 # constants of the search by the rows whose models play with it
 SEARCHES: dict[str, dict[str, Any]] = {
     "search": {},
@@ -60,6 +63,8 @@ ABLATIONS: dict[str, str | Callable[[], None]] = {
     "territory as the only opponent": "--opponent territory",
     "random moves, too": "--epsilon 0.2 --epsilon_speed 0.999999",
     "all boards start together": start_together,
+    "guide A": GUIDE_A,
+    "guide C": GUIDE_C,
     **dict.fromkeys(SEARCHES, ""),
 }
 

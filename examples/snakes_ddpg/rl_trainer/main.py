@@ -20,6 +20,7 @@ import resource
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 
@@ -37,12 +38,24 @@ from snakes.collector import Collector
 from snakes.ddpg import DDPG, Actor, Critic, computes_in_bfloat16, load_network
 from snakes.evaluation import Result, play_games
 from snakes.search import Policy
-from snakes.settings import MIXED, ROUND, describe, epsilon_at, go_on, model_name, opponent_at, read_settings, resolve
+from snakes.settings import (
+    MIXED,
+    ROUND,
+    describe,
+    epsilon_at,
+    go_on,
+    model_name,
+    opponent_at,
+    read_settings,
+    resolve,
+    suspect,
+)
 
 import ddpkit
 
 log = logging.getLogger("snakes")
 EVALUATION_SEED = 2**31  # evaluations play games of their own, the same ones each time
+LEARNT = 1000  # episodes after which any run that learns beats greedy now and then
 COUNTERS = ("episodes", "environment_steps", "optimiser_steps", "samples")
 
 
@@ -177,6 +190,8 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: ddpkit.Sto
         if is_due(settings.log_interval, episode, total, finished) and news["episodes"]:
             report(curves, total, news, epsilon, opponent)
             news.clear()
+        if episode < max(settings.episodes // 10, LEARNT) <= total["episodes"]:
+            warn_of_failure(agent, settings, job)
         if is_due(settings.eval_interval, episode, total, finished):
             results = evaluate(agent, settings, job)
             report_evaluation(curves, total, results)
@@ -220,14 +235,26 @@ def is_due(interval: int, episode: int, total: Counter, finished: bool) -> bool:
     return finished or total["episodes"] // interval > episode // interval
 
 
-def evaluate(agent: DDPG, settings: argparse.Namespace, job: ddpkit.Context) -> dict[str, Result]:
+def evaluate(
+    agent: DDPG, settings: argparse.Namespace, job: ddpkit.Context, others: Sequence[str] = opponents.LADDER
+) -> dict[str, Result]:
     """Play the evaluation's games, of which every rank takes a share; return results by opponent. Collective."""
     first, end = (settings.eval_games * rank // job.world_size for rank in (job.rank, job.rank + 1))
     mine = {}
-    for name in opponents.LADDER:
+    for name in others:
         result = play_games(Policy(agent.actor), opponents.get(name), end - first, seed=EVALUATION_SEED, first=first)
         mine[name] = dataclasses.astuple(result)
     return {name: Result(*sums) for name, sums in ddpkit.all_reduce(mine).items()}
+
+
+def warn_of_failure(agent: DDPG, settings: argparse.Namespace, job: ddpkit.Context) -> None:
+    """Say so if the agent has learnt nothing by now, and the flag that is the likely reason. Collective."""
+    result = evaluate(agent, settings, job, ["greedy"])["greedy"]
+    if result.win_rate < 0.2 and ddpkit.is_main_process():
+        log.warning(
+            f"warning: this run learns next to nothing: {result.wins} of {result.games} games won against greedy; "
+            f"the likely reason is {suspect(settings)}"
+        )
 
 
 def report(curves: Boards, total: Counter, news: Counter, epsilon: float, opponent: str | int) -> None:

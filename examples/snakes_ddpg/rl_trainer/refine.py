@@ -43,6 +43,7 @@ def read_settings() -> argparse.Namespace:
     parser = Parser("Fits critics to a trained model's play with its search.", argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("model", help="path of an actor_*.pth, a run's folder, runN, runN:EPISODE, or latest")
+    add("--runs_folder", type=Path, default=runs.ROOT, help="where the runs' folders are")
     add("--games", type=int, default=1280, help="to learn from, global")
     add("--episode_length", type=int, default=STEPS, help="steps of a game")
     add("--depth", type=int, default=DEPTH, help="steps that the search looks ahead")
@@ -164,7 +165,7 @@ def prepare(settings: argparse.Namespace) -> Path:
     for name, value in least.items():
         if getattr(settings, name) < value:
             raise ValueError(f"--{name} must be at least {value} here, not {getattr(settings, name)}")
-    model = runs.parse(settings.model)
+    model = runs.parse(settings.model, settings.runs_folder)
     if model.stem == "actor_refined":  # begins again with the critic from training
         model = runs.find_model(model.parents[1])
     if model.parent.name != runs.MODELS:

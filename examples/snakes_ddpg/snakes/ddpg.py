@@ -88,10 +88,15 @@ def load_network(kind: type[nn.Module], path: Path, hidden: int | None = None) -
         raise FileNotFoundError(f"there is no file {path}: a run keeps its models in its folder trained_model")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whose message advises to run what the file holds
+        raise ValueError(
+            f"{path} is no file of weights that torch.save() wrote: name an actor_*.pth of a run's folder trained_model"
+        ) from error
+    try:
         network = kind(hidden or len(next(iter(state.values()))))
         network.load_state_dict(state)
         return network
-    except Exception as error:  # not a file of torch, not of weights, or of other shapes
+    except Exception as error:  # not of weights, or of other shapes
         what = "an actor" if kind is Actor else "a critic"
         first = " ".join(str(error).split()).partition(". ")[0].rstrip(".")  # the rest is advice of torch
         raise ValueError(

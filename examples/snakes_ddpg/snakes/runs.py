@@ -99,9 +99,9 @@ def parse(text: str, root: Path = ROOT) -> Path:
 
     A run alone means the model that was refined, unless a better one was saved since; else the best, or the last.
     """
+    if Path(text).is_file():
+        return Path(text)
     if text.endswith(".pth"):
-        if Path(text).is_file():
-            return Path(text)
         raise FileNotFoundError(f"there is no file {text}; a run's model is also found as runN:EPISODE, runN or latest")
     run, name = re.fullmatch(r"(.*?)(?::(\d+|best|refined))?", text).groups()
     model = find_model(run, name, root)

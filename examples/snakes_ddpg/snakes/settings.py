@@ -19,6 +19,8 @@ from ddpkit import ScalePlan
 
 ROUND = 50  # steps of all boards from one look at the global counters to the next
 BATCH_SIZE = 6144  # rows per optimiser step, global, if no flag says otherwise
+ROWS = 6  # of them per board, which brings three transitions a step: each is drawn twice
+LEARNING_RATE = 3e-3  # of Adam with a batch of that size, or more
 MIXED = "mixed"  # the strategy of meeting all of the ladder
 EVASIVE = "evasive"  # the opponent's name
 
@@ -31,7 +33,7 @@ LADDERS: dict[str, Callable[[float], float]] = {
 
 _GUIDES = {
     "total_episodes": None,
-    "boards": 1,  # which becomes one per rank
+    "boards": None,
     "global_batch_size": None,
     "batch_size": 128,
     "buffer_size": 100_000,
@@ -92,7 +94,8 @@ def _make_parser() -> argparse.ArgumentParser:
     text = "episodes per rank, instead; episodes in flags that say so are then counted per rank too"
     either("--max_episodes", const="total_episodes", type=count, help=text)
     add("--episode_length", type=count, default=200, help="steps of an episode")
-    add("--boards", type=count, default=1024, help="at once, global; rounded up to a multiple of the ranks")
+    text = f"at once, global, rounded up to a multiple of the ranks (default: one per {ROWS} rows of the global batch)"
+    add("--boards", type=count, help=text)
     add("--seed", type=_number(int, 0, 2**63 - 1), default=1, help="of the weights and of every board's own stream")
 
     group = parser.add_argument_group("agent")
@@ -102,8 +105,9 @@ def _make_parser() -> argparse.ArgumentParser:
     text = f"rows per optimiser step, global, instead (default: {BATCH_SIZE}, rounded up to a multiple of the ranks)"
     either("--global_batch_size", const="batch_size", type=count, help=text)
     add("--buffer_size", type=count, default=200_000, help="transitions kept, per rank")
-    add("--a_lr", type=rate, default=3e-3, help="learning rate of the actor, before scaling")
-    add("--c_lr", type=rate, default=3e-3, help="learning rate of the critic, before scaling")
+    text = f"before scaling (default: {LEARNING_RATE}, with a smaller batch less, by the square root)"
+    add("--a_lr", type=rate, help=f"learning rate of the actor, {text}")
+    add("--c_lr", type=rate, help=f"learning rate of the critic, {text}")
     text = "what --batch_size on several ranks does to the learning rates; Adam ignores a gradient's scale: none"
     add("--lr_scaling", choices=("none", "linear", "sqrt"), default="none", help=text)
     add("--gamma", type=share, default=0.97, help="discount per step")
@@ -134,13 +138,13 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--log_interval", type=count, default=500, help="episodes, global, between reports")
     add("--eval_interval", type=count, default=5000, help="episodes, global, between evaluations")
     add("--eval_games", type=count, default=100, help="games with each of the ladder, global, on both sides in turn")
-    add("--runs_folder", type=Path, default=runs.ROOT, help="where the runs' folders are")
+    add("--runs_folder", "--log_dir", type=Path, default=runs.ROOT, help="where the runs' folders are")
     text = "go on with a run: a number, a folder, or latest, which it is without a value"
     add("--resume", nargs="?", const="latest", metavar="RUN", help=text)
     add("--load_model", action="store_true", help="begin a new run with an old one's weights, by default the latest's")
     add("--load_model_run", type=count, metavar="N", help="the run whose weights to load")
     text = "and the episode, or the last one saved before it; by default its best, else its last"
-    add("--load_model_run_episode", type=count, metavar="E", help=text)
+    add("--load_model_run_episode", "--model_episode", type=count, metavar="E", help=text)
     add("--game_name", choices=("snakes_3v3",), default="snakes_3v3", help="as in the public trainers")
     add("--algo", choices=("ddpg",), default="ddpg", help="as in the public trainers")
     return parser
@@ -150,6 +154,8 @@ class _Parser(Parser):
     """Say in one line what is wrong; the usage would be twenty."""
 
     def error(self, message: str) -> NoReturn:
+        if "--update_interval" in message:
+            message += ": leave it out; one optimiser step follows each step of all boards, whose number is --boards"
         raise UserError(message)
 
 
@@ -195,12 +201,15 @@ def resolve(settings: argparse.Namespace, world_size: int) -> argparse.Namespace
     if size is None:
         size = settings.global_batch_size or _round_up(BATCH_SIZE, world_size)
         keep = "global"
-    actor = ScalePlan(size, settings.a_lr, world_size, keep=keep, rule=settings.lr_scaling)
-    critic = ScalePlan(size, settings.c_lr, world_size, keep=keep, rule=settings.lr_scaling)
+    scaled = partial(ScalePlan, size, world_size=world_size, keep=keep, rule=settings.lr_scaling)
+    rows = size if settings.lr_scaling != "none" else scaled(1.0).global_batch_size
+    rate = LEARNING_RATE * min(1, rows / BATCH_SIZE) ** 0.5
+    actor = scaled(settings.a_lr or rate)
+    critic = scaled(settings.c_lr or rate)
     episodes = settings.total_episodes or settings.max_episodes * world_size
     counted_by = world_size if settings.max_episodes else getattr(settings, "counted_by", 1)
     start = settings.opponent_evasion_start_episode
-    boards = _round_up(settings.boards, world_size)
+    boards = _round_up(settings.boards or max(1, actor.global_batch_size // ROWS), world_size)
     added = {
         "world_size": world_size,
         "episodes": episodes,  # global
@@ -279,6 +288,26 @@ def describe(s: argparse.Namespace) -> str:
         "opponents": opponents,
     }
     return "\n".join(f"{name:<18}  {value}" for name, value in rows.items())
+
+
+def suspect(s: argparse.Namespace) -> str:
+    """Name the flag that is furthest from its default, of those that can keep a run from learning.
+
+    Takes resolved settings.
+    """
+    usual = resolve(read_settings(["--global_batch_size", str(s.batch_global)]), s.world_size)
+
+    def distance(name: str) -> float:
+        scales = [getattr(one, name) + 1e-9 for one in (s, usual)]
+        if name == "gamma":
+            scales = [1.001 - gamma for gamma in scales]
+        return abs(math.log(scales[0] / scales[1]))
+
+    flags = {"boards_global": "boards", "actor_lr": "a_lr", "critic_lr": "c_lr"}
+    name = max([*flags, "tau", "gamma", "hidden"], key=distance)
+    if distance(name) < 1:
+        return "no flag's, all being near their defaults: try another --seed"
+    return f"--{flags.get(name, name)} {getattr(s, name):g} (default: {getattr(usual, name):g})"
 
 
 def _round_up(count: int, ranks: int) -> int:

@@ -81,7 +81,7 @@ def submission(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("submission") / "submission.py"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export, "CHECKED", 10)  # the tests below ask it for many more moves
-        export.main(Namespace(model=str(model), output=path, depth=2, seconds=math.inf))
+        export.main(Namespace(model=str(model), runs_folder=path.parent, output=path, depth=2, seconds=math.inf))
     return path
 
 
@@ -172,7 +172,7 @@ def test_headings_are_found_in_all_states_of_the_original(recorded):
 @pytest.mark.storm
 def test_a_plain_submission_plays_as_the_actor_alone(policy, model, tmp_path):
     path = tmp_path / "submission.py"
-    export.main(Namespace(model=str(model), output=path, depth=0, seconds=0.5))
+    export.main(Namespace(model=str(model), runs_folder=tmp_path, output=path, depth=0, seconds=0.5))
     assert "\nCRITIC = unpack" not in path.read_text()
     export.check(path, Policy(policy.actor))
     with pytest.raises(ValueError, match="are not the model's"):
@@ -414,7 +414,8 @@ def is_refused(model, tmp_path, monkeypatch):
         wrong.write_text(export.TEMPLATE.read_text().replace(good, bad))
         monkeypatch.setattr(export, "TEMPLATE", wrong)
         with pytest.raises(UserError, match=match):
-            export.main(Namespace(model=str(model), output=tmp_path / "submission.py", depth=0, seconds=0.5))
+            found = {"model": str(model), "runs_folder": tmp_path, "output": tmp_path / "submission.py"}
+            export.main(Namespace(**found, depth=0, seconds=0.5))
         assert list(tmp_path.iterdir()) == [wrong]
 
     return refuses
@@ -447,6 +448,8 @@ def test_what_cannot_be_exported_is_told_on_one_line(model, tmp_path, monkeypatc
     for arguments, message in [
         ([tmp_path / "actor_3.pth"], f"there is no file {tmp_path / 'actor_3.pth'}"),
         ([other], f"{other} does not hold an actor"),
+        ([export.__file__], f"{export.__file__} is no file of weights that torch.save() wrote"),
+        (["run3", "--runs_folder", tmp_path], f"there is no {tmp_path / 'run3_*'}"),
         ([model, "--seconds", "nan"], "--seconds must be 0 or more, not nan"),
         (
             [model, "--output", tmp_path / "none" / "s.py"],
@@ -457,6 +460,12 @@ def test_what_cannot_be_exported_is_told_on_one_line(model, tmp_path, monkeypatc
         with pytest.raises(UserError, match=re.escape(message)) as caught:
             export.main(export.read_settings())
         assert "\n" not in str(caught.value)
+
+
+def test_the_time_of_a_call_is_what_a_match_sees_with_the_limit_in_force(tmp_path):
+    path = tmp_path / "submission.py"
+    path.write_text("import time\nSECONDS = 0.1\ndef my_controller(observation):\n    time.sleep(min(SECONDS, 60))\n")
+    assert 0.1 <= export.time_calls(path, [{}, {}]) < 60
 
 
 def test_without_memory_a_snake_is_taken_to_have_moved():

@@ -159,6 +159,8 @@ def test_a_reader_that_leaves_ends_it_without_a_word():
     ("arguments", "message"),
     [
         (["unknown"], f"there is no .*unknown; .*players are: {', '.join(OPPONENTS)}"),
+        (["run3", "--runs_folder=nowhere"], "there is no nowhere/run3_"),
+        ([__file__], "test_snakes_play.py is no file of weights"),
         (["greedy", "9"], "difficulty from 0 to 4"),
         (["greedy", "--games=0"], "--games 0 counts nothing"),
         (["greedy", "--games=-1"], "--games is at least 0"),

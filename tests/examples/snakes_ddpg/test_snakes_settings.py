@@ -23,6 +23,7 @@ from snakes.settings import (
     opponent_at,
     read_settings,
     resolve,
+    suspect,
 )
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "snakes_ddpg"
@@ -76,7 +77,6 @@ def test_a_preset_is_its_guides_column(guide):
     assert s.actor_lr == s.critic_lr == pytest.approx(lr * (8 if guide == "guide-a" else 1))
     assert (s.gamma, s.tau, s.epsilon, s.epsilon_speed) == (gamma, tau, epsilon, speed)
     assert (s.opponent_difficulty_strategy, s.seed) == (strategy, 1)
-    assert (s.boards_global, s.boards_per_rank) == (8, 1)
     assert (s.episode_length, s.buffer_size, s.save_interval) == (200, 100_000, 1000)
     if guide == "guide-c":
         assert opponent_at(s, 1) == opponent_at(s, s.episodes) == "greedy"
@@ -105,8 +105,19 @@ def test_the_defaults_work_on_any_number_of_ranks(world_size):
     assert s.batch_global == s.batch_per_rank * world_size
     assert BATCH_SIZE <= s.batch_global < BATCH_SIZE + world_size
     assert s.boards_global == s.boards_per_rank * world_size
-    assert s.boards <= s.boards_global < s.boards + world_size
+    assert 1024 <= s.boards_global < 1024 + world_size
     assert describe(s)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+    "flags", ["--batch_size 128", "--global_batch_size 1536", "--preset guide-c", "--batch_size 1"]
+)
+def test_the_boards_follow_the_batch_so_that_each_transition_is_drawn_about_twice(flags, world_size):
+    s = planned(*flags.split(), world_size=world_size)
+    assert s.boards_global % world_size == 0
+    assert 0 <= s.boards_global - s.batch_global // 6 <= world_size
+    assert planned(*flags.split(), "--boards", "40", world_size=world_size).boards_global in range(40, 48)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +140,7 @@ def test_the_defaults_work_on_any_number_of_ranks(world_size):
         (["--resume", "--load_model_run", "3"], "leave out --load_model"),
         (["--epsilon_sped", "0.9"], "unrecognized arguments: --epsilon_sped"),
         (["--epis", "9"], "unrecognized arguments"),
+        (["--update_interval", "4"], "--update_interval.*one optimiser step follows each step of all boards.*--boards"),
     ],
 )
 def test_bad_input_is_named(argv, message):
@@ -140,6 +152,11 @@ def test_bad_input_is_named(argv, message):
 @pytest.mark.parametrize("flag", ["--local_rank=1", "--local-rank=1"])
 def test_what_a_launcher_passes_is_passed_over(flag):
     assert read_settings([flag]) == read_settings([])
+
+
+def test_names_of_the_source_repository_mean_ours():
+    settings = read_settings(["--model_episode", "4000", "--log_dir", "here"])
+    assert (settings.load_model, settings.load_model_run_episode, settings.runs_folder) == (True, 4000, Path("here"))
 
 
 def test_a_run_to_load_means_loading_and_resume_names_a_run_or_means_the_latest():
@@ -252,13 +269,24 @@ def test_learning_rates_are_scaled_for_a_batch_that_grows_with_the_ranks(rule, f
     assert (s.actor_lr, s.critic_lr) == (0.001, 0.002)
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(("batch", "rate"), [(6144, 3e-3), (61440, 3e-3), (1536, 1.5e-3), (96, 3.75e-4)])
+def test_a_small_batch_has_a_smaller_learning_rate_alike_on_any_number_of_ranks(batch, rate, world_size):
+    whole = planned("--global_batch_size", str(batch), world_size=world_size)
+    shares = planned("--batch_size", str(batch // world_size), world_size=world_size)
+    assert (whole.actor_lr, whole.critic_lr) == (shares.actor_lr, shares.critic_lr) == (rate, pytest.approx(rate))
+    assert planned("--batch_size", "96", "--lr_scaling", "linear", world_size=world_size).critic_lr == (
+        pytest.approx(3.75e-4 * world_size)
+    )
+
+
 def test_a_global_batch_must_divide():
     with pytest.raises(ValueError, match=r"512 .* 3 ranks.* a multiple of 3"):
         planned("--global_batch_size", "512", world_size=3)
 
 
 def test_the_plan_counts_environment_steps_samples_and_optimiser_steps_of_all_ranks():
-    text = describe(planned("--preset", "guide-a", world_size=8))
+    text = describe(planned("--preset", "guide-a", "--boards", "8", world_size=8))
     for figure in (
         "50,000 in all, 6,250 per rank",
         "some 10,001,592 in all",  # the first, part episode of each of 8 boards too
@@ -267,7 +295,7 @@ def test_the_plan_counts_environment_steps_samples_and_optimiser_steps_of_all_ra
         "0.0024 (actor), 0.0024 (critic), scaling linear",
     ):
         assert figure in text
-    text = describe(planned("--preset", "guide-b", world_size=1))  # as many episodes and samples, 8 x the steps
+    text = describe(planned("--preset", "guide-b", "--boards", "1"))  # as many episodes and samples, 8 x the steps
     for figure in ("50,000 in all, 50,000 per rank", "10,000,199 in all", "10,050,200, each", "1,286,425,600"):
         assert figure in text
     text = describe(planned("--total_episodes", "10", "--boards", "4", "--batch_size", "5"))
@@ -289,7 +317,7 @@ def test_the_readme_s_table_tells_of_the_flags_that_there_are_and_of_those_that_
     table = text.partition("## From the guides to here")[2].partition("\n## ")[0]
     rows = [row.strip("|").split("|") for row in table.splitlines() if row.startswith("| `--")]
     flags = {flag for row in rows for flag in re.findall(r"--([a-z_]+)", row[0])}
-    absent = {"model_episode", "log_dir", "local_rank"}
+    absent = {"model_episode", "log_dir", "local_rank", "update_interval"}
     assert flags - absent <= {*vars(read_settings([]))} and absent < flags
     assert all(re.match(" (works|differs|goes on)", row[1]) for row in rows)
     public = {"max_episodes", "batch_size", "a_lr", "c_lr", "gamma", "tau", "seed", "epsilon", "epsilon_speed"}
@@ -329,3 +357,20 @@ def test_a_preset_undoes_a_saved_global_batch(tmp_path):
 def test_resolving_twice_changes_nothing():
     s = planned("--preset", "guide-a", world_size=8)
     assert resolve(s, 8) == s
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--batch_size 128 --boards 1024", "--boards 1024 (default: 21)"),
+        ("--batch_size 96 --a_lr 1e-6", "--a_lr 1e-06 (default: 0.000375)"),
+        ("--c_lr 0.5", "--c_lr 0.5 (default: 0.003)"),
+        ("", "no flag's, all being near their defaults: try another --seed"),
+        ("--tau 1", "--tau 1 (default: 0.01)"),
+        ("--tau 0", "--tau 0 (default: 0.01)"),
+        ("--gamma 1", "--gamma 1 (default: 0.97)"),
+        ("--hidden 2", "--hidden 2 (default: 128)"),
+    ],
+)
+def test_the_likely_reason_why_nothing_is_learnt_is_the_flag_furthest_from_its_default(flags, named):
+    assert suspect(planned(*flags.split())) == named

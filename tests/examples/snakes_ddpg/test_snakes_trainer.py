@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import re
 import runpy
@@ -241,7 +242,8 @@ def test_a_run_goes_on_where_it_stopped_on_other_numbers_of_ranks(trained: Train
             for part in ("networks", "targets", "optimizer"):
                 found, kept = (whole.get("state", whole) for whole in (beginning[part], state[part]))
                 assert same(found, kept), (rank, part)
-            assert [group["lr"] for group in beginning["optimizer"]["param_groups"]] == [ranks / 1000, 0.003]
+            rates = [group["lr"] for group in beginning["optimizer"]["param_groups"]]
+            assert rates == [ranks / 1000, 0.003 * math.sqrt(2 * BATCH / 6144)]
             assert beginning["optimizer"]["state"][0]["step"] == state["total"]["optimiser_steps"]
         after = checkpoint(folder)
         assert after["total"]["episodes"] >= episodes and after["ranks"] == ranks
@@ -389,3 +391,11 @@ def test_it_learns_to_beat_the_greedy_player_in_seconds(tmp_path: Path) -> None:
     players = {"untrained": Policy(Actor(64)), "trained": load_player(list_models(folder)["best"], depth=0)}
     results = {name: play_games(player, OPPONENTS["greedy"], 100, seed=3) for name, player in players.items()}
     assert results["untrained"].win_rate < 0.1 and results["trained"].win_rate > 0.4, results
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_run_that_learns_nothing_says_so_once_with_the_likely_flag(ranks: int, tmp_path: Path) -> None:
+    flags = f"{SIZES} --total_episodes 1000 --eval_games 12 --a_lr 1e-9 --runs_folder {tmp_path}"
+    output = finished(launch(ranks, train, "main.py", flags))
+    lines = [line for line in output.splitlines() if line.startswith("warning:")]
+    assert len(lines) == 1 and re.search(r"\d of 12 games won against greedy; .* --a_lr 1e-09", lines[0])
