@@ -52,12 +52,10 @@ def read_settings() -> argparse.Namespace:
 
 
 def write(policy: Policy, seconds: float, path: Path) -> None:
-    """Write the template with the weights of the actor, and of a search's critics, behind it."""
+    """Write the template with the weights of the actor, and of a search's critic, behind it."""
     text = f"{TEMPLATE.read_text()}\n\nACTOR = {packed(policy.actor)}\n"
     if isinstance(policy, Search):
         text += f"CRITIC = {packed(policy.critic)}\nSTEPS = {policy.depth}\nSECONDS = float({str(seconds)!r})\n"
-        if policy.rival is not None:
-            text += f"RIVAL = {packed(policy.rival)}\n"
     path.write_text(text)
 
 

@@ -4,7 +4,7 @@
 
 What follows `--` goes to the trainer. Prints a Markdown table: for each training seed the seconds that training took,
 and the win rates of its best model in games that it was not chosen by, on both sides, against every scripted player and
-two that no run has met. The model plays without its search, with it, and with `--refine` after that.
+some that no run has met. The model plays without its search, and with it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ def main() -> None:
     add("--ranks", type=int, default=2, help="processes")
     add("--games", type=int, default=400, help="per opponent, half of them on either side")
     add("--runs_folder", type=Path, default=runs.ROOT, help="where the runs' folders are")
-    add("--refine", action="store_true", help="also refine each model, and let it play again")
     add("flags", nargs="*", help="of the trainer, after --")
     args = parser.parse_args()
 
@@ -68,11 +67,6 @@ def main() -> None:
         model = runs.find_model(folder)
         judge(f"{seed}, without search", model, 0, args.games)
         judge(f"{seed}, {seconds:.0f} s, {total['episodes']} episodes", model, DEPTH, args.games)
-        if args.refine:
-            seconds = run(args.ranks, "refine.py", str(model), f"--seed={seed}")
-            refined = model.with_name("actor_refined.pth")
-            judge(f"{seed}, refined, without search", refined, 0, args.games)
-            judge(f"{seed}, refined in {seconds:.0f} s", refined, DEPTH, args.games)
 
 
 if __name__ == "__main__":

@@ -44,11 +44,6 @@ def critic_of(actor: Path) -> Path:
     return actor.with_name(actor.name.replace("actor", "critic"))
 
 
-def rival_of(actor: Path) -> Path:
-    """Name the file of the rivals' critic, which an actor that was refined has, too."""
-    return actor.with_name(actor.name.replace("actor", "rival"))
-
-
 def new_run(root: Path = ROOT) -> Path:
     """Make the folder of a new run, with the next number; runs that start in one moment get different ones."""
     for number in itertools.count(max(list_runs(root), default=0) + 1):
@@ -83,7 +78,7 @@ def find_run(run: int | str, root: Path = ROOT, holding: str = "") -> Path:
 
 
 def find_model(run: int | str, name: int | str | None = None, root: Path = ROOT) -> Path:
-    """Find the file of a run's actor, by its episode, best or refined; else the best if there is one, or the last."""
+    """Find the file of a run's actor, by its episode or best; else the best if there is one, or the last."""
     folder = find_run(run, root, ACTORS)
     found = list_models(folder)
     path = folder / MODELS / f"actor_{name}.pth"
@@ -95,27 +90,23 @@ def find_model(run: int | str, name: int | str | None = None, root: Path = ROOT)
 
 
 def parse(text: str, root: Path = ROOT) -> Path:
-    """Find the actor that a user means by "run3:2000", "run3:best", "run3:refined", "run3", "latest", a folder, a file.
+    """Find the actor that a user means by "run3:2000", "run3:best", "run3", "latest", a folder, a file.
 
-    A run alone means the model that was refined, unless a better one was saved since; else the best, or the last.
+    A run alone means its best model, or the last.
     """
     if Path(text).is_file():
         return Path(text)
     if text.endswith(".pth"):
         raise FileNotFoundError(f"there is no file {text}; a run's model is also found as runN:EPISODE, runN or latest")
-    run, name = re.fullmatch(r"(.*?)(?::(\d+|best|refined))?", text).groups()
-    model = find_model(run, name, root)
-    refined = model.with_name("actor_refined.pth")
-    if name is None and refined.is_file() and refined.stat().st_mtime >= model.stat().st_mtime:
-        return refined
-    return model
+    run, name = re.fullmatch(r"(.*?)(?::(\d+|best))?", text).groups()
+    return find_model(run, name, root)
 
 
 def save_models(folder: Path, episode: int | str, *states: Mapping[str, Any]) -> None:
-    """Write state dicts of an actor, its critic and perhaps the rivals' one under the episode's number, or a name."""
+    """Write state dicts of an actor and its critic under the episode's number, or a name."""
     (folder / MODELS).mkdir(parents=True, exist_ok=True)
     path = folder / MODELS / f"actor_{episode}.pth"
-    named = list(zip((path, critic_of(path), rival_of(path)), states, strict=False))
+    named = list(zip((path, critic_of(path)), states, strict=True))
     for name, state in reversed(named):  # the actor, by which they are found, last
         with replacing(name) as whole:
             torch.save(state, whole)

@@ -9,7 +9,7 @@ from numba import njit
 from .ddpg import Actor, Critic, load_network
 from .features import DIRECTION, DISTANCE, FEATURES, PER_WAY, WAYS, observe
 from .game import CELLS, NEXT, SNAKES, START_LENGTH, Boards, foresee, segment
-from .runs import critic_of, rival_of
+from .runs import critic_of
 
 DEPTH = 6  # steps that it looks ahead
 GAMMA = 0.97  # discount per step, as in training
@@ -45,18 +45,17 @@ class Search(Policy):
     """Play as one team: each snake's most probable way, or another one after which the team stands better by a margin.
 
     Each of the team in turn tries its other ways to free cells, and all six snakes then go on as the actor prefers. The
-    steps are worth the team's gains minus the rivals', and what the critic expects after each, as in TD(lambda), less
-    what `rival` expects, a critic of the rivals' ways, if the two were trained for that. A snake that can soon go no
-    further counts as having lost a part of its gains. Raise a ValueError if the depth is below 1.
+    steps are worth the team's gains minus the rivals', and what the critic expects after each, as in TD(lambda).
+    A snake that can soon go no further counts as having lost a part of its gains. Raise a ValueError if the depth is
+    below 1.
     """
 
-    def __init__(self, actor: Actor, critic: Critic, depth: int = DEPTH, rival: Critic | None = None) -> None:
+    def __init__(self, actor: Actor, critic: Critic, depth: int = DEPTH) -> None:
         super().__init__(actor)
         if depth < 1:
             raise ValueError(f"a search looks at least one step ahead, not {depth}")
         self.critic = critic
         self.depth = depth
-        self.rival = rival
 
     @torch.no_grad()
     def __call__(self, boards: Boards, team: int, actions: np.ndarray) -> None:
@@ -116,8 +115,6 @@ class Search(Policy):
             sides = [self.look(boards, side) for side in (0, 1)]
             preferences = [self.actor.layers(seen) for seen in sides]
             expected = expect(self.critic, preferences[team].softmax(-1), sides[team])
-            if self.rival is not None:
-                expected -= expect(self.rival, preferences[1 - team].softmax(-1), sides[1 - team])
             part = 1.0 if step == self.depth - 1 else 1 - LAMBDA
             total += weight * (lead + GAMMA * part * expected.cpu().numpy())
             weight *= GAMMA * LAMBDA
@@ -136,7 +133,7 @@ def expect(critic: Critic, chances: torch.Tensor, seen: torch.Tensor) -> torch.T
 
 
 def load_player(path: Path, depth: int = DEPTH) -> Policy:
-    """Load the player in a file `actor_*.pth`, which searches, unless the depth is 0, with the critics beside it.
+    """Load the player in a file `actor_*.pth`, which searches, unless the depth is 0, with the critic beside it.
 
     Raise a FileNotFoundError if there is no such file, or no critic, a ValueError if they do not fit.
     """
@@ -144,8 +141,7 @@ def load_player(path: Path, depth: int = DEPTH) -> Policy:
     if depth == 0:
         return Policy(actor)
     critic = load_network(Critic, critic_of(path))
-    rival = load_network(Critic, rival_of(path)) if rival_of(path).is_file() else None
-    return Search(actor, critic, depth, rival)
+    return Search(actor, critic, depth)
 
 
 @njit(cache=True, nogil=True)

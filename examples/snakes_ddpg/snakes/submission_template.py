@@ -29,7 +29,6 @@ LAST = FIRST << (COLUMNS - 1)
 
 ACTOR = []  # (weights, biases) of each layer, float32
 CRITIC = []  # the same
-RIVAL = []  # the same, or nothing: what a rival is worth
 STEPS = 0  # that the search looks ahead; 0: play as the actor prefers
 SECONDS = 0.5  # that a team's moves in a step may take; then the search answers with what it has found
 GAMMA = 0.97  # this and the next as in search.py
@@ -157,8 +156,6 @@ def play_on(bodies, headings, beans, team, ways, deadline):
         lead = sum(gain if s in own else -gain for s, gain in enumerate(gains))
         seen = [look(bodies, beans, s, headings[s]) for s in range(SNAKES)]
         expected = sum(expect(CRITIC, seen[s]) for s in own) / 3
-        if RIVAL:
-            expected -= sum(expect(RIVAL, seen[s]) for s in range(SNAKES) if s not in own) / 3
         yield total + weight * (lead + GAMMA * expected)
         total += weight * (lead + GAMMA * (1 - LAMBDA) * expected)
         weight *= GAMMA * LAMBDA

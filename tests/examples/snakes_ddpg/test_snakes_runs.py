@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -126,7 +125,6 @@ def test_what_a_user_writes_means_an_actor(root, text, name):
         ("run3:900", r"run3_\*; the runs in .* are: 1, 2, 10"),
         ("run2:901", "actor_901.pth; the episodes of this run are: 900, 1000, best"),
         ("run10:best", "actor_best.pth; the episodes of this run are: 5"),
-        ("run10:refined", "actor_refined.pth; the episodes of this run are: 5"),
         ("gone/actor_5.pth", "there is no file gone/actor_5.pth"),
         ("greddy", "there is no .*greddy; the runs in"),
     ],
@@ -134,20 +132,6 @@ def test_what_a_user_writes_means_an_actor(root, text, name):
 def test_what_is_not_there_is_told(root, text, message):
     with pytest.raises(FileNotFoundError, match=message):
         runs.parse(text, root)
-
-
-def test_a_run_means_its_refined_model_until_a_better_one_is_saved(root):
-    runs.save_models(root / "run10_20240101_000000", "refined", *[nn.Linear(2, 3).state_dict()] * 3)
-    folder = root / "run10_20240101_000000" / "trained_model"
-    assert runs.parse("latest:refined", root) == folder / "actor_refined.pth"
-    assert runs.parse("latest", root) == folder / "actor_refined.pth"
-    assert runs.parse("latest:5", root) == folder / "actor_5.pth"
-    assert runs.find_model("latest", root=root) == folder / "actor_5.pth"  # to train on from
-    later = (folder / "actor_refined.pth").stat().st_mtime + 10
-    (folder / "actor_best.pth").write_bytes(b"")
-    os.utime(folder / "actor_best.pth", (later, later))
-    assert runs.parse("latest", root) == folder / "actor_best.pth"
-    assert (folder / "rival_refined.pth").is_file()
 
 
 def test_saved_models_load_again(tmp_path):

@@ -19,16 +19,12 @@ from torch import nn
 pytestmark = pytest.mark.storm  # it plays, and compiles what it plays with
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["one critic", "a critic of the rivals"])
-def search(request: pytest.FixtureRequest) -> Search:
+@pytest.fixture(scope="module")
+def search() -> Search:
     torch.manual_seed(3)
     found = Search(Actor(16), Critic(16), depth=3)
-    networks = [found.actor, found.critic]
-    if request.param:
-        found.rival = Critic(16)
-        networks.append(found.rival)
     with torch.no_grad():
-        for parameter in nn.ModuleList(networks).parameters():
+        for parameter in nn.ModuleList([found.actor, found.critic]).parameters():
             parameter *= 3
     return found
 
@@ -51,8 +47,6 @@ def looks(search: Search, boards: Boards, team: int) -> tuple[np.ndarray, np.nda
         for s, row in enumerate(rows):
             if s // 3 == team:
                 expected[s] = float(search.actor(row) @ search.critic(row)) / 3
-            elif search.rival is not None:
-                expected[s] = -float(search.actor(row) @ search.rival(row)) / 3
         return search.actor.layers(rows).numpy(), expected
 
 
@@ -150,13 +144,11 @@ def test_what_is_foreseen_has_no_new_beans() -> None:
     assert (game.boards.cells[0] >= BEAN).sum() == (game.boards.beans[0] != NONE).sum() < 5
 
 
-def test_a_search_is_loaded_from_an_actor_and_the_critics_beside_it(search: Search, tmp_path: Path) -> None:
+def test_a_search_is_loaded_from_an_actor_and_the_critic_beside_it(search: Search, tmp_path: Path) -> None:
     torch.save(search.actor.state_dict(), tmp_path / "actor_best.pth")
     with pytest.raises(FileNotFoundError, match="critic_best.pth"):
         load_player(tmp_path / "actor_best.pth")
     torch.save(search.critic.state_dict(), tmp_path / "critic_best.pth")
-    if search.rival is not None:
-        torch.save(search.rival.state_dict(), tmp_path / "rival_best.pth")
     game = played(10, 40)
     actions = np.zeros((2, 10, 6), np.uint8)
     search(game.boards, 0, actions[0])
