@@ -252,7 +252,7 @@ class Modules:
         if not torch.is_grad_enabled():
             self.samples += size_of(args)
             self.evaluated[module] = self.feeding, where
-        elif len(self.calls) < _MANY_CALLS:
+        elif len(self.calls) < _MANY_CALLS and any(True for _ in module.parameters()):  # no transform of a sample
             self.calls.append(Call(where, content(args)))
             self.networks.append((module, mode))
 

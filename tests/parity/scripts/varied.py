@@ -17,6 +17,9 @@ inputs = torch.randn(144, 4, 8)
 targets = inputs.sum((1, 2)).gt(0).long()
 
 
+transforms = [nn.Hardtanh(-2.0, 2.0)] * 3 if kind == "preview" else []
+
+
 class Noisy(Dataset):
     def __init__(self, inputs: Tensor, targets: Tensor) -> None:
         self.inputs, self.targets = inputs, targets
@@ -26,7 +29,10 @@ class Noisy(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         noise = torch.randn(4, 8) if kind == "dataset" else 0.0
-        return self.inputs[index] + noise, self.targets[index]
+        x = self.inputs[index] + noise
+        for transform in transforms:
+            x = transform(x)
+        return x, self.targets[index]
 
 
 def collate(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
