@@ -135,11 +135,13 @@ class Runs:
         facts = self._facts["ranks"]
         calls = chain.from_iterable(step.calls for row in facts.steps for step in row[:1])
         where = next((call.where[0] for call in calls if call.where), None)
+        by_rank = read_ranks(ranks, "batches")
+        loaded = [[batch.samples for batch in batches] for batches in by_rank]
+        same = "samples" if all_equal(loaded) else "random numbers"
         for row in facts.steps:
             inputs = [[call.input for call in step.calls] for step in row]
             if any(inputs[0]) and all_equal(inputs):
-                return Difference(row[0].number, "samples", f"{facts.who} train on the same samples", "", where)
-        by_rank = read_ranks(ranks, "batches")
+                return Difference(row[0].number, "samples", f"{facts.who} train on the same {same}", "", where)
         for source in dict.fromkeys(batch.source for batch in by_rank[0] if batch.step):
             taken = [
                 [batch.samples for batch in batches if batch.source == source and batch.step] for batches in by_rank
