@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from itertools import compress
 from typing import Any
 
 import torch
@@ -63,6 +64,8 @@ def check_output(setting: str, found: object, shape: Sequence[int] | None = None
             f"{setting}: it must return one tensor, but it returned a {type(found).__name__}: wrap it in a module "
             "that returns the tensor alone"
         )
+    if not found.is_floating_point():
+        raise UserError(f"{setting}: it must return floating-point numbers, but it returned {found.dtype}")
     if shape is not None and found.shape != shape:  # a loss would broadcast it silently
         raise UserError(f"{setting}: it must return {names}, here {tuple(shape)}, but it returned {tuple(found.shape)}")
     if torch.is_grad_enabled() and not found.requires_grad:
@@ -90,10 +93,15 @@ def average_of(network: nn.Module, off: str) -> nn.Module:
 
 @torch.no_grad()
 def update_average(average: nn.Module, model: nn.Module, keep: float) -> None:
-    """Update parameters as E = keep · E + (1 − keep) · G, and copy buffers, which a model may replace by new ones."""
-    torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1 - keep)
-    for buffer, other in zip(average.buffers(), model.buffers(), strict=True):
-        buffer.copy_(other)
+    """Update parameters as E = keep · E + (1 − keep) · G; copy integers, and buffers, which a model may replace."""
+    mine, others = list(average.parameters()), list(model.parameters())
+    is_mean = [parameter.is_floating_point() for parameter in mine]
+    torch._foreach_lerp_(list(compress(mine, is_mean)), list(compress(others, is_mean)), 1 - keep)
+    for parameter, other in zip(mine, others, strict=True):
+        if not parameter.is_floating_point():
+            parameter.copy_(other)
+    for part, other in zip(average.modules(), model.modules(), strict=True):
+        part._buffers = {name: None if held is None else held.clone() for name, held in other._buffers.items()}
 
 
 def make_equal(networks: list[nn.Module], optimizer: torch.optim.Optimizer) -> None:

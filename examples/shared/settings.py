@@ -165,6 +165,8 @@ def _readings(given: Any) -> list[Any]:
     for read in (json.loads, literal_eval):
         with suppress(ValueError, SyntaxError):
             readings.append(read(given))
+    if readings and isinstance(readings[0], list | dict):
+        return readings[:1]
     if given.startswith("[") and given.endswith("]"):  # shells take away a list's quotes
         readings.append([part.strip() for part in given[1:-1].split(",")])
     return [*readings, given]

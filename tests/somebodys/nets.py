@@ -182,6 +182,16 @@ class NormedNoise(Noise):
         self.find = nn.LazyLinear(channels)
 
 
+class Silent(nn.Module):
+    """Finds no noise, by no parameters."""
+
+    def __init__(self, channels: int, observation: int) -> None:
+        super().__init__()
+
+    def forward(self, actions: Tensor, step: Tensor, observations: Tensor) -> Tensor:
+        return 0 * actions
+
+
 def no_noise(channels: int, observation: int) -> str:
     return "a network"
 

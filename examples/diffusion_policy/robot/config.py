@@ -209,6 +209,8 @@ def _contradictions(config: Config) -> Iterable[str]:
         yield "train.hdf5_validation_filter_key holds episodes out for experiment.validate=true"
     kwargs = f"{_RGB}obs_randomizer_kwargs.crop_"
     given = [config[f"{kwargs}height"], config[f"{kwargs}width"]]
+    if given != [None, None] and not config[f"{_RGB}obs_randomizer_class"]:
+        yield f"{kwargs}height and {kwargs}width need {_RGB}obs_randomizer_class=CropRandomizer"
     if config[f"{_RGB}obs_randomizer_class"] and None in given:
         yield f"{_RGB}obs_randomizer_class CropRandomizer needs {kwargs}height and {kwargs}width"
     if config[f"{_CORE}backbone_class"] != "ResNet18Conv" and config[f"{_CORE}backbone_kwargs.width"] != 64:

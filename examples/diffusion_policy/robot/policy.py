@@ -82,11 +82,10 @@ class DiffusionPolicy(nn.Module):
                 return found if self.finds_noise else remove_clean(noisy, found, self.shares[step])
 
             plan = ddim(find_noise, noise, self.shares, self.inference_steps)
-        center, reach = self._action_range()
-        return center + reach * plan[:, first : first + self.action_horizon]
+        return (self.high + self.low) / 2 + (self.high - self.low) / 2 * plan[:, first : first + self.action_horizon]
 
     def _action_range(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the middle and half the range of each number of an action."""
+        """Return the middle and half the range of each number of an action, 1 for those that do not change."""
         reach = (self.high - self.low) / 2
         least = CONSTANT * torch.maximum(self.high.abs(), self.low.abs())
         return (self.high + self.low) / 2, torch.where(reach > least, reach, 1.0)

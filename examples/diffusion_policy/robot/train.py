@@ -192,6 +192,8 @@ def make_policy(config: Config, index: Index, sample: dict[str, Any], device: to
     policy = DiffusionPolicy(config, index.statistics, index.entries.cameras).to(device)
     with torch.no_grad(), evaluating(policy), users_code("algo.network.class: the network fails"):
         policy(to_device(default_collate([sample]), device))
+    if not any(parameter.requires_grad for parameter in policy.parameters()):
+        raise UserError("algo.network.class: the network has no parameters to train")
     if config["train.resume"] is None:
         load_encoders(policy, config)
     return policy

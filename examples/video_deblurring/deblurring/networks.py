@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -13,9 +14,11 @@ from shared.networks import check_output, evaluating, make_module
 from shared.program import users_code
 from torch import Tensor, nn
 
+import ddpkit
 from deblurring.clips import SPIKES, WINDOW
 from deblurring.options import has_spikes
 
+log = logging.getLogger(__name__)
 KAIRS = {
     "vrt": "models.network_vrt:VRT",
     "rvrt": "models.network_rvrt:RVRT",
@@ -51,6 +54,8 @@ def try_out(net: nn.Module, sample: Mapping[str, NDArray[Any]], device: torch.de
             found = None
             with suppress(Exception):  # of a network for as many frames as it is trained with
                 found = net(*inputs(two))
+            if found is None and ddpkit.is_main_process():
+                log.warning("netG.net_type: see that it returns (batch, frames, channels, …): both are 3 here")
             if isinstance(found, Tensor) and found.shape == two["H"].transpose(1, 2).shape:
                 check_restored(found, two["H"].shape)
 

@@ -98,6 +98,12 @@ def test_values_get_the_type_of_their_setting(argument: str, value: object) -> N
         ("experiment.save.on_best_validation=true", "needs experiment.validate=true"),
         ("train.hdf5_validation_filter_key=valid", "for experiment.validate=true"),
         ("observation.encoder.rgb.obs_randomizer_class=CropRandomizer", "crop_height and"),
+        (
+            "observation.encoder.rgb.obs_randomizer_kwargs.crop_height=50",
+            "need observation.encoder.rgb.obs_randomizer_class",
+        ),
+        ("train.data_path=[]", "train.data_path: List should have at least 1 item"),
+        ('train.data_path=[{"path": "a", "weight": 2}]', "set weights in train.sample_weights"),
         ("observation.image_dim=[84]", "observation.image_dim: Input should be a height and a width"),
         ("train.sample_weights=[1, 2]", "a number for each of 1"),
         ("algo.optim_params.policy.learning_rate.epoch_schedule=[3]", "multistep, not cosine"),

@@ -257,6 +257,7 @@ def test_actions_of_any_range_are_learned_from_minus_one_to_one() -> None:
     stretched = (batch["actions"] + 1) / 2 * torch.tensor(high - low, dtype=torch.float32) + torch.tensor(low).float()
     assert torch.allclose(wide(batch | {"actions": stretched}), plain(batch), atol=1e-4)
     acted = wide.act({"observations": batch["observations"]}, torch.randn(6, 16, 4)).double()
+    assert (acted[..., 2] == 5).all()
     assert (acted[..., [0, 1, 3]] >= torch.tensor(low)[[0, 1, 3]]).all()
     assert (acted[..., [0, 1, 3]] <= torch.tensor(high)[[0, 1, 3]]).all()
 

@@ -455,6 +455,7 @@ def test_what_cannot_be_done_is_said_once_and_ends_every_rank(
         "tensor that has no gradient",
         "algo.network.class=somebodys.nets:TalkativeNoise": "algo.network.class: it must return one tensor, but it "
         "returned a tuple",
+        "algo.network.class=somebodys.nets:Silent": "algo.network.class: the network has no parameters to train",
         "algo.network.class=somebodys.nets:no_noise": "algo.network.class: somebodys.nets:no_noise must make a "
         "torch.nn.Module, but it made a str",
         f"train.output_dir={tmp_path}/spare algo.network.class=somebodys.nets:Spare": "the loss does not depend on "

@@ -27,7 +27,7 @@ from deblurring.training import (
     set_learning_rates,
     take_settings,
 )
-from shared.networks import update_average
+from shared.networks import average_of, check_output, update_average
 from shared.program import UserError
 
 CPU = torch.device("cpu")
@@ -152,6 +152,25 @@ def test_the_moving_average_is_that_of_the_formula() -> None:
         expected["scale"] = net.scale
     for name, value in average.state_dict().items():
         assert torch.allclose(value, expected[name], atol=1e-7)
+
+
+def test_an_average_follows_buffers_of_any_kind_and_copies_integers() -> None:
+    net = torch.nn.Linear(2, 2)
+    net.register_buffer("scale", torch.tensor(1))
+    net.register_buffer("later", None)
+    net.register_parameter("count", torch.nn.Parameter(torch.tensor(0), requires_grad=False))
+    average = average_of(net, "train.E_decay=0")
+    net.scale, net.later = 0.9 * net.scale, torch.ones(3)
+    net.count += 2
+    update_average(average, net, 0.75)
+    assert torch.equal(average.scale, torch.tensor(0.9)) and torch.equal(average.later, torch.ones(3))
+    assert average.later is not net.later and int(average.count) == 2
+
+
+@pytest.mark.parametrize("kind", [torch.complex64, torch.int64])
+def test_a_network_returns_floating_point_numbers(kind: torch.dtype) -> None:
+    with torch.no_grad(), pytest.raises(UserError, match=f"it must return floating-point numbers, .* {kind}"):
+        check_output("netG.net_type", torch.zeros(2, dtype=kind))
 
 
 def test_an_untrained_network_returns_the_detail_injection_or_the_blurred_frames() -> None:
