@@ -651,7 +651,7 @@ def test_what_the_old_launcher_adds_is_passed_over(added: str, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("program", "given", "expected"),
     [
-        (collect, "--episode 3 --x", "unrecognized arguments: --x"),
+        (collect, "--episode 3 --x", "unrecognized arguments: --episode 3 --x"),
         (collect, "--per-shard 26", "--per-shard must be from 1 to 25"),
         (collect, "--seed 999999", "seeds must be at least 0 and below 1000000"),
         (rollout, "last.pth --episodes x", "invalid int value: 'x'"),
