@@ -26,6 +26,7 @@ log = logging.getLogger("trainer")
 OF_DEFAULTS = {bool: bool, int: PositiveInt, float: NonNegativeFloat, str: Text}
 REQUIRED = ...
 COMMAND_LINE = "the command line"
+_MISSING = "it is missing"
 _TEXT_OR_COMMENT = re.compile(r'("(?:\\.|[^"\\\n])*")|//[^\n]*')
 
 
@@ -98,7 +99,7 @@ def fill_in(
     reasons = _reasons(absent)
     known = {key: _type_and_default(setting) for key, setting in table.items() if key not in reasons}
     settings = {key: copy.deepcopy(default) for key, (_, default) in known.items()}
-    given = {key: (None, "it is missing") for key, default in settings.items() if default is REQUIRED}
+    given = {key: (None, _MISSING) for key, default in settings.items() if default is REQUIRED}
     for source, layer in layers.items():
         for key, value in flatten(layer, {*known, *reasons}):
             for alias, name in (aliases or {}).items():
@@ -115,8 +116,10 @@ def fill_in(
             try:
                 settings[key] = _valid(known[key][0], readings)
             except ValidationError as error:
-                found = shown(key, json.dumps(value))
-                problems += [f"{key}: {detail['msg']}; found {found} ({source})" for detail in error.errors()]
+                found = f"found {shown(key, json.dumps(value))} ({source})" if source != _MISSING else source
+                problems += [
+                    f"{key}: {text}; {found}" for text in dict.fromkeys(each["msg"] for each in error.errors())
+                ]
         elif not reason:
             problems.append(f"{key} {_unknown(key, known)} ({source})")
         elif readings[0] in (neutral, None, False, [], {}):
