@@ -149,9 +149,7 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
     with pytest.raises(UserError) as error:
         checked(train__totl_iter=3, train__E_decay=2, scale=5)
     assert len(str(error.value).splitlines()) == 3
-    with pytest.raises(
-        UserError, match="train.total_iter: Input should be a valid integer; it is missing"
-    ):
+    with pytest.raises(UserError, match="train.total_iter: Input should be a valid integer; it is missing"):
         complete({"task": "x"})
 
 
