@@ -73,6 +73,14 @@ class Parser(argparse.ArgumentParser):
             super().print_help(file)
 
 
+class OneLineParser(Parser):
+    """Say in one line what is wrong; the usage may be twenty."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise without the usage."""
+        raise UserError(message)
+
+
 @contextmanager
 def one_message(formatter: logging.Formatter = FORMAT) -> Iterator[None]:
     """Run a trainer on this rank; report its end once for all ranks, which exit with the same status.

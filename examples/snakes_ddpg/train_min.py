@@ -21,7 +21,7 @@ import math
 import sys
 from copy import deepcopy
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where `shared` is, which all trainers share
 
-from shared.program import Parser, UserError, one_message
+from shared.program import OneLineParser, UserError, one_message
 from snakes.evaluation import Result, play_games
 from snakes.features import DIRECTION, FEATURES, WAYS, observe
 from snakes.game import SNAKES, STEPS, Boards, Game
@@ -52,13 +52,6 @@ KEPT = ("episodes", "boards", "rows", "memory", "opponent", "seed")  # flags wit
 
 
 # Settings
-
-
-class OneLineParser(Parser):
-    """Say in one line what is wrong with the flags."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
 
 
 def read_settings() -> argparse.Namespace:

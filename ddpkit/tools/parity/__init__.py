@@ -20,7 +20,7 @@ from ..cuda import ON_THE_CPU
 from ..ranks import FOLDER, Ranks, Script, add_script, prepare
 from ..recorder import Record
 from .compare import WORDS, Comparison, Difference, UncomparableError, batches_in, compare_lines, rows_of
-from .inputs import Plan, count_by_source, pair_sources, read, read_ranks
+from .inputs import Batch, Plan, count_by_source, pair_sources, read, read_ranks
 from .rank import Tensors, be_rank, pair
 
 SCHEMA = 1  # of the JSON object; raised when a field changes its meaning or goes away
@@ -57,8 +57,9 @@ class Runs:
         folder = self._run("ranks", args.ranks)
         ranks = [folder / f"{rank}" for rank in range(args.ranks)]
         first = self._run("first", steps=2) / "0"
-        self._serve(ranks, first)
-        if found := self._compare_inputs(ranks, first):
+        batches = read_ranks(ranks, "batches")
+        self._serve(ranks, first, batches)
+        if found := self._compare_inputs(ranks, first, batches):
             return found, Comparison(ranks, [], self._run_alone)
         folders = [self._run(name, ranks=ranks, permuted=name == "again") / "0" for name in ("one", "again")]
         comparison = Comparison(ranks, folders, self._run_alone)
@@ -104,11 +105,11 @@ class Runs:
             raise UncomparableError(f"{path} on {count(processes, 'rank')}: " + "\n".join(filter(None, reasons)))
         return folder
 
-    def _serve(self, ranks: list[Path], first: Path) -> None:
+    def _serve(self, ranks: list[Path], first: Path, batches: list[list[Batch]]) -> None:
         """Plan how one process gets what the ranks got, from what it takes itself for its first two steps."""
         own = count_by_source([*read(first / "batches"), *read(first / "draws")])
-        got = zip(*(read_ranks(ranks, name) for name in ("batches", "draws")), strict=True)
-        theirs = [count_by_source([*batches, *draws]) for batches, draws in got]
+        got = zip(batches, read_ranks(ranks, "draws"), strict=True)
+        theirs = [count_by_source([*taken, *drawn]) for taken, drawn in got]
         pairs = pair_sources(own, list(theirs[0]))
         one_by_one = []
         for mine, source in pairs.items():
@@ -130,22 +131,19 @@ class Runs:
         times = len(ranks) if is_per_rank else 1
         self._plan = {"pairs": pairs, "merged": merged, "one_by_one": tuple(one_by_one), "times": times}
 
-    def _compare_inputs(self, ranks: list[Path], first: Path) -> Difference | None:
+    def _compare_inputs(self, ranks: list[Path], first: Path, batches: list[list[Batch]]) -> Difference | None:
         """Look if ranks train on the same samples, other parameters, or another number than the reference."""
         facts = self._facts["ranks"]
         calls = chain.from_iterable(step.calls for row in facts.steps for step in row[:1])
         where = next((call.where[0] for call in calls if call.where), None)
-        by_rank = read_ranks(ranks, "batches")
-        loaded = [[batch.samples for batch in batches] for batches in by_rank]
+        loaded = [[batch.samples for batch in own] for own in batches]
         same = "samples" if all_equal(loaded) else "random numbers"
         for row in facts.steps:
             inputs = [[call.input for call in step.calls] for step in row]
             if any(inputs[0]) and all_equal(inputs):
                 return Difference(row[0].number, "samples", f"{facts.who} train on the same {same}", "", where)
-        for source in dict.fromkeys(batch.source for batch in by_rank[0] if batch.step):
-            taken = [
-                [batch.samples for batch in batches if batch.source == source and batch.step] for batches in by_rank
-            ]
+        for source in dict.fromkeys(batch.source for batch in batches[0] if batch.step):
+            taken = [[batch.samples for batch in own if batch.source == source and batch.step] for own in batches]
             if len(taken[0]) > 1 and all_equal(taken):
                 evidence = f"{facts.who} train on the same samples of one loader, {source.rpartition(', ')[2]}"
                 return Difference(2, "samples", evidence, "", where)

@@ -308,8 +308,9 @@ class Inputs:
         size = None
         with suppress(TypeError):  # a stream
             size = len(dataset)
+        line = next(iter(stack()), None)
         in_use = {role for loader, role in self._roles.items() if loader not in self._ended}
-        roles = (f"loader of {size} samples, {number}, {next(iter(stack()), None)}" for number in count())
+        roles = (f"loader of {size} samples, {number}, {line}" for number in count())
         return next(role for role in roles if role not in in_use)
 
     def _start(self, iterator: Any, loader: Any) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shared.program import Parser, UserError
+from shared.program import OneLineParser
 from snakes import runs
 from snakes.opponents import LADDER, LEVELS, OPPONENTS
 
@@ -150,13 +150,13 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _Parser(Parser):
-    """Say in one line what is wrong; the usage would be twenty."""
+class _Parser(OneLineParser):
+    """Say what stands for a flag of the source repository."""
 
     def error(self, message: str) -> NoReturn:
         if "--update_interval" in message:
             message += ": leave it out; one optimiser step follows each step of all boards, whose number is --boards"
-        raise UserError(message)
+        super().error(message)
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
