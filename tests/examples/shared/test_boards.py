@@ -46,7 +46,7 @@ def test_a_run_that_goes_on_is_one_run_and_only_the_main_process_logs(tmp_path: 
     ended = run(log_in_two_parts, [platform_env(rank, 2, port) for rank in range(2)], tmp_path, timeout=600.0)
     assert [process.code for process in ended] == [0, 0], ended
     folders = list((tmp_path / "wandb").glob("offline-run-*"))
-    assert len(folders) == 2 and len({folder.name.rpartition("-")[2] for folder in folders}) == 1
+    assert len(folders) == 2 and len({folder.name.split("-")[3] for folder in folders}) == 1
     assert len(list((tmp_path / "wandb").rglob("media/images/picture_*.png"))) == 1
     events = EventAccumulator(str(tmp_path / "tb")).Reload()
     assert len(list((tmp_path / "wandb").rglob("media/videos/film_*.gif"))) == 1
