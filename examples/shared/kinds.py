@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, Field
+from pydantic import Field, ValidationError, WrapValidator
 from pydantic_core import PydanticCustomError
 
 Item = TypeVar("Item")
@@ -16,12 +17,14 @@ Item = TypeVar("Item")
 def such(kind: Any, expected: str, fits: Callable[[Any], Any]) -> Any:
     """Narrow a type to the values that fit."""
 
-    def check(value: Any) -> Any:
-        if fits(value):
-            return value
+    def check(given: Any, read: Callable[[Any], Any]) -> Any:
+        with suppress(ValidationError):
+            value = read(given)
+            if fits(value):
+                return value
         raise PydanticCustomError("such", "Input should be {expected}", {"expected": expected})
 
-    return Annotated[kind, AfterValidator(check)]
+    return Annotated[kind, WrapValidator(check)]
 
 
 def class_or(*names: str) -> Any:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 import ddpkit
 
 from .program import UserError, users_code
 
+log = logging.getLogger("trainer")
 NO_STEP = 2**62
 
 
@@ -73,6 +76,24 @@ def check_output(setting: str, found: object, shape: Sequence[int] | None = None
             f"{setting}: it returned a tensor that has no gradient, so it cannot be trained: look for detach(), "
             "no_grad() and operations without a derivative"
         )
+
+
+def check_order(setting: str, call: Callable[[], object], shape: Sequence[int], names: str) -> None:
+    """Raise if a call returns dimensions 1 and 2 of a shape exchanged; where they are equal, nothing else sees it."""
+    found = None
+    with suppress(Exception):  # of a network for the sizes that it is trained with
+        found = call()
+    if found is None and ddpkit.is_main_process():
+        log.warning("%s: see that it returns %s: two of these are equal here", setting, names)
+    if isinstance(found, Tensor) and found.shape == (shape[0], shape[2], shape[1], *shape[3:]):
+        check_output(setting, found, shape, names)
+
+
+def check_sizes(setting: str, module: nn.Module) -> None:
+    """Raise if lazy parameters have no sizes yet after a call: they could be neither wrapped nor averaged."""
+    lazy = [name for name, weights in module.named_parameters() if is_lazy(weights)]
+    if lazy:
+        raise UserError(f"{setting}: {', '.join(lazy)} got no size by a call in evaluation: give the sizes")
 
 
 def without_gradient(model: nn.Module) -> list[str]:

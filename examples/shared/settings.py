@@ -11,7 +11,7 @@ import json
 import logging
 import re
 from ast import literal_eval
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
@@ -117,11 +117,10 @@ def fill_in(
                 settings[key] = _valid(known[key][0], readings)
             except ValidationError as error:
                 found = f"found {shown(key, json.dumps(value))} ({source})" if source != _MISSING else source
-                problems += [
-                    f"{key}: {text}; {found}" for text in dict.fromkeys(each["msg"] for each in error.errors())
-                ]
+                problems += [f"{key}: {text}; {found}" for text in dict.fromkeys(map(_said, error.errors()))]
         elif not reason:
-            problems.append(f"{key} {_unknown(key, known)} ({source})")
+            refused = [name for name, (reason, _) in reasons.items() if isinstance(reason, Refused)]
+            problems.append(f"{key} {_unknown(key, [*known, *refused])} ({source})")
         elif readings[0] in (neutral, None, False, [], {}):
             continue
         elif isinstance(reason, Refused):
@@ -148,12 +147,24 @@ def _reasons(absent: Mapping[str, str]) -> dict[str, tuple[str, Any]]:
     return reasons
 
 
-def _unknown(key: str, known: Iterable[str]) -> str:
-    """Name the nearest match among the sections and the names, also without their first sections."""
+def _said(detail: Any) -> str:
+    """Say what pydantic found wrong, and in which entry of a list, in JSON's words."""
+    entries = "".join(f"entry {place + 1}: " for place in detail["loc"] if isinstance(place, int))
+    return entries + detail["msg"].replace(" after validation", "").replace("False", "false")
+
+
+def _unknown(key: str, known: Sequence[str]) -> str:
+    """Name what may be meant: the same last word, one that ends with it, its letters' words, or what looks alike."""
     if any(name.startswith(f"{key}.") for name in known):
         return "must be a section: { … }"
+    section, _, word = key.rpartition(".")
+    word = re.escape(word)
+    words = "_".join(rf"{letter}[^\W_]+" for letter in word if letter.isalpha())
+    for pattern in (rf"(.*\.)?{word}", rf"(.*[._])?{word}", rf"(.*\.)?({word}|{words})(\..*)?"):
+        if found := [name for name in known if re.fullmatch(pattern, name)]:
+            return f"is unknown; did you mean {get_close_matches(key, found, 1, cutoff=0)[0]}?"
     sections = {name.rpartition(".")[0] for name in known if "." in name}
-    names = {section: f"the section {section}" for section in sections}
+    names = {other: f"the section {other}" for other in sections if not f"{section}.".startswith(f"{other}.")}
     names |= {name[dot.end() :]: name for name in known for dot in re.finditer(r"^|\.", name)}
     for near in get_close_matches(key, names, 1):
         return f"is unknown; did you mean {names[near]}?"

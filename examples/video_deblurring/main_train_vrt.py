@@ -15,6 +15,7 @@ import json
 import logging
 import secrets
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from deblurring.data import Crops, find_clips, make_loader
 from deblurring.networks import as_float, inputs, make_network, try_out
 from deblurring.options import Options, redacted
 from deblurring.running import News, open_boards, open_folder, run
-from deblurring.testing import find_test_clips, tell, test
+from deblurring.testing import find_test_clips, tell, test, try_clips
 from deblurring.training import (
     check_gradients,
     freeze,
@@ -59,6 +60,7 @@ def main(opt: Options, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
     loader = make_loader(crops, data, plan.per_rank_batch_size)
     nets = make_nets(opt, crops, job.device, is_new=found is None)
     net, average = nets["G"], nets["E"]
+    try_clips(net, test_clips, opt, job.device)
     loss_of = make_loss(train, job.device)
     ddpkit.seed_everything(seed, per_rank=True)  # the ranks' dropout differs; their weights do not
     optimizer = make_optimizer(net, train)
@@ -178,7 +180,7 @@ def wrap(net: torch.nn.Module, opt: Options, job: ddpkit.Context, step: int) -> 
     if freeze(net, opt["train"], step):
         log.info("%s frozen until iteration %d", opt["train"]["fix_keys"], opt["train"]["fix_iter"])
     is_parallel = job.world_size == 1 and torch.cuda.device_count() > 1 and len(opt["gpu_ids"] or []) > 1
-    with user_error("sync_batchnorm", ValueError):
+    with user_error("sync_batchnorm", ValueError) if opt["sync_batchnorm"] else nullcontext():
         model = ddpkit.wrap_model(
             net,
             "dp" if is_parallel else "auto",

@@ -88,6 +88,29 @@ class Talkative(Net):
         return found if self.training else (found, frames)
 
 
+class Later(Net):
+    """Has a layer that only training uses, and that gets its size from the first input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.aside = nn.LazyConv3d(3, 1)
+
+    def forward(self, frames: Tensor) -> Tensor:
+        found = super().forward(frames)
+        return found + self.aside(frames.transpose(1, 2)).transpose(1, 2) if self.training else found
+
+
+class Placed(Net):
+    """Knows the place of each pixel of its crops, and can restore nothing larger."""
+
+    def __init__(self, width: int, size: int = 16) -> None:
+        super().__init__(width)
+        self.place = nn.Parameter(torch.zeros(3, size, size))
+
+    def forward(self, frames: Tensor) -> Tensor:
+        return super().forward(frames + self.place)
+
+
 def norm(layer: nn.Module) -> nn.Module:
     """Normalise weights as published networks do; newer ones call torch's parametrization."""
     with warnings.catch_warnings():
@@ -163,6 +186,25 @@ class DetachedNoise(Noise):
 
     def forward(self, actions: Tensor, step: Tensor, observations: Tensor) -> Tensor:
         return super().forward(actions, step, observations).detach()
+
+
+class TurnedNoise(Noise):
+    """Returns (batch, numbers, time)."""
+
+    def forward(self, actions: Tensor, step: Tensor, observations: Tensor) -> Tensor:
+        return super().forward(actions, step, observations).transpose(1, 2)
+
+
+class LaterNoise(Noise):
+    """Has a layer that only training uses, and that gets its size from the first input."""
+
+    def __init__(self, channels: int, observation: int) -> None:
+        super().__init__(channels, observation)
+        self.aside = nn.LazyLinear(channels)
+
+    def forward(self, actions: Tensor, step: Tensor, observations: Tensor) -> Tensor:
+        found = super().forward(actions, step, observations)
+        return found + self.aside(actions) if self.training else found
 
 
 class TalkativeNoise(Noise):

@@ -36,10 +36,10 @@ def _path(entry: Any) -> Any:
 
 OnePath = Annotated[Text, BeforeValidator(_path)]
 Paths = Annotated[Some[OnePath], BeforeValidator(lambda paths: paths if isinstance(paths, list) else [paths])]
-Size = such(list[PositiveInt], "a height and a width", lambda size: len(size) == 2)
+Size = such(list[PositiveInt], "a height and a width, such as [128, 128]", lambda size: len(size) == 2)
 Randomizer = such(Any, "CropRandomizer, alone and not in a list", lambda kind: kind == "CropRandomizer")
 Even = Annotated[PositiveInt, Field(multiple_of=2)]
-Odd = such(PositiveInt, "an odd number", lambda value: value % 2)
+Odd = such(PositiveInt, "a positive odd number", lambda value: value % 2)
 SETTINGS = {
     "algo_name": Literal["diffusion_policy"],
     "experiment.name": (FolderName, "fetch_pick_and_place"),
@@ -125,6 +125,7 @@ SETTINGS = {
 }
 ALIASES = {"train.optim_params.": "algo.optim_params."}  # the guide's names
 ABSENT = {  # settings of the originals, with values that ask for nothing else than there is
+    "load_from": Refused("it is read on the command line alone"),
     "train.data_format=robomimic": Refused(f"{RLDS}, without this key"),
     "train.dataset_names": Refused("list data sets by path in train.data_path, their shares in train.sample_weights"),
     "train.subsample_length": Refused("samples come from all steps of all episodes: remove it"),
@@ -172,6 +173,8 @@ def read_config(arguments: Iterable[str], file: str | None = None) -> Config:
     """Read the settings: `key=value` over a file (`load_from=`) or the run of `train.resume=`, over the defaults."""
     given = read_arguments(arguments)
     file = given.pop("load_from", file)
+    if file == "":
+        raise UserError("load_from= must name a file")
     folder = given.get("train.resume")
     if folder:
         if file is not None:
@@ -182,6 +185,8 @@ def read_config(arguments: Iterable[str], file: str | None = None) -> Config:
     content = read_json(file) if file is not None else {}
     section = content.get("train")
     if isinstance(section, dict) and section.get("data"):  # robomimic's name
+        if section.get("data_path"):
+            raise UserError(f"{file} has both train.data and train.data_path: remove one")
         section["data_path"] = section.pop("data")
     return fill_in(SETTINGS, ABSENT, _contradictions, {str(file): content, COMMAND_LINE: given}, ALIASES)
 

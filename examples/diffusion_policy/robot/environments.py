@@ -113,11 +113,9 @@ class Arena:
             env.close()
 
     def _make(self, count: int) -> None:
-        remedy = ": set experiment.env to a gymnasium id or to module:Class"
-        if self.env_id in EXPERTS:
-            remedy += ", pip install -e '.[examples-robot]' in the repository"
+        remedy = "; pip install -e '.[examples-robot]' in the repository" if self.env_id in EXPERTS else ""
         while len(self.envs) < count:
-            with users_code(f"{self.env_id} cannot be made", f"{remedy}, or set experiment.rollout.enabled=false"):
+            with users_code(f"{self.env_id} cannot be made", remedy):
                 self.envs.append(make_environment(self.env_id, self.horizon, self.picture_size))
 
     def _begin(self, env: gymnasium.Env, seed: int) -> Seen:
@@ -135,8 +133,7 @@ class Arena:
                 return bool(info[name])
         raise UserError(
             f"the info of {self.env_id} must say in 'success' or 'is_success', after each step, whether the goal is "
-            f"reached; it holds {', '.join(map(repr, info)) or 'nothing'}: add one, or set "
-            "experiment.rollout.enabled=false"
+            f"reached; it holds {', '.join(map(repr, info)) or 'nothing'}: add one"
         )
 
     def _see(self, env: gymnasium.Env, found: Any) -> Seen:
@@ -199,24 +196,24 @@ def check_environment(index: Index) -> None:
 def _check_seen(index: Index, seen: Seen, action_size: int) -> None:
     env_id, cameras, statistics = index.env_id, index.entries.cameras, index.statistics
     names = used_names(seen, index.entries)
-    remedy = "choose in observation.modalities.obs and experiment.env, or set experiment.rollout.enabled=false"
     missing = {*names, *cameras} - {*seen}
     if missing:
         raise UserError(
             f"{env_id} does not show {', '.join(sorted(missing))}, but {', '.join(seen)} (one array is called "
-            f"observations; a dict names several): {remedy}"
+            f"observations; a dict names several): choose in observation.modalities.obs"
         )
     sizes = sum(seen[name].size for name in names), action_size
     if sizes != (len(statistics.mean), len(statistics.low)):
         raise UserError(
             f"{env_id} does not fit: it shows {sizes[0]} numbers and takes {action_size}; the demonstrations "
-            f"show {len(statistics.mean)} and take {len(statistics.low)}: {remedy}"
+            f"show {len(statistics.mean)} and take {len(statistics.low)}"
         )
     for camera in cameras:
-        if seen[camera].dtype != np.uint8 or seen[camera].shape != (*index.picture_size, 3):
+        shape = (*index.picture_sizes[camera], 3)
+        if seen[camera].dtype != np.uint8 or seen[camera].shape != shape:
             raise UserError(
                 f"{env_id} shows pictures {seen[camera].shape} in {seen[camera].dtype} as {camera}; the demonstrations "
-                f"have {(*index.picture_size, 3)} in uint8: {remedy}"
+                f"have {shape} in uint8"
             )
     with user_error(env_id, UserError):
         check_finite(seen, names)

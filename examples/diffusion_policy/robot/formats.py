@@ -22,6 +22,7 @@ import itertools
 import json
 import os
 import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from typing import Any
 import numpy as np
 from shared.program import UserError, by_number
 
+# what the libraries raise for a damaged file or another format
+BROKEN = (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error)
 RLDS = (
     "RLDS and DROID's raw episodes are not supported: convert them to LeRobot's format (Hugging Face has DROID as "
     "lerobot/droid_1.0.1) or to robomimic's, and name the result in train.data_path"
@@ -58,7 +61,7 @@ def _open(path: str, process: int) -> Format:
             f"{path} needs a package that is not installed ({error}): "
             "pip install -e '.[examples-robot-formats]' in the repository"
         ) from None
-    except (OSError, KeyError, ValueError) as error:
+    except BROKEN as error:
         raise UserError(f"there are no demonstrations in {path} ({type(error).__name__}: {error})") from None
 
 
@@ -128,26 +131,30 @@ class Robomimic:
 
         self.path = path
         self.file = h5py.File(path, "r")
-        about = json.loads(self.file["data"].attrs.get("env_args", "{}"))
-        self.env_id = about.get("env_name", "")
+        data = self.file["data"]
+        self.demos = {name: demo for name, demo in data.items() if isinstance(demo, h5py.Group)}
+        self.env_id = (json.loads(data.attrs.get("env_args", "{}")) or {}).get("env_name") or ""
 
     def episodes(self, subset: str | None) -> list[str]:
+        masks = self.file.get("mask", {})
         if subset is None:
-            found = list(self.file["data"])
-        elif subset in (masks := self.file.get("mask", {})):
+            found = list(self.demos)
+        elif subset in masks:
             found = [name.decode() for name in masks[subset]]
         else:
             there = ", ".join(masks) or "none"
             raise UserError(f"{self.path} has no subset {subset!r} of its episodes; there are: {there}")
+        if missing := {*found} - {*self.demos}:
+            raise UserError(f"{self.path}: mask/{subset} lists {', '.join(sorted(missing))}, not there in data")
         return sorted(found, key=by_number)
 
     def names(self, episode: str) -> list[str]:
-        demo = self.file["data"][episode]
+        demo = self.demos[episode]
         return [*demo.get("obs", ()), *(name for name in demo if hasattr(demo[name], "shape"))]
 
     def numbers(self, episode: str) -> list[str]:
-        seen = self.file["data"][episode].get("obs", {})
-        return [name for name in seen if seen[name].ndim == 2]
+        seen = self.demos[episode].get("obs", {})
+        return [name for name in seen if getattr(seen[name], "ndim", 0) == 2]
 
     def read(self, episode: str, name: str) -> np.ndarray:
         return self._entry(episode, name)[:]
@@ -160,7 +167,7 @@ class Robomimic:
         return len(self._entry(episode, name))
 
     def _entry(self, episode: str, name: str) -> Any:
-        demo = self.file["data"][episode]
+        demo = self.demos[episode]
         entry = demo["obs"][name] if name in demo.get("obs", ()) else demo[name]
         count = demo.attrs.get("num_samples", len(entry))
         if count != len(entry):

@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from shared.networks import average_of, check_output, evaluating, update_average
+from shared.networks import average_of, check_order, check_output, check_sizes, evaluating, update_average
+from shared.program import UserError, users_code
 from torch import nn
 
 from .networks import ResNet, make_network
 from .samples import CONSTANT, Framing, Statistics
 
+NETWORK, SHAPE = "algo.network.class", "(batch, time, numbers of an action)"
 AMP = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -67,6 +69,18 @@ class DiffusionPolicy(nn.Module):
         return (found - (noise if self.finds_noise else actions)).square().mean((1, 2))
 
     @torch.no_grad()
+    def try_out(self, batch: dict[str, torch.Tensor]) -> None:
+        """Call the policy once in evaluation: it may return something else, and lazy modules get their sizes."""
+        with evaluating(self), users_code(f"{NETWORK}: the network fails"):
+            self(batch)
+            if self.prediction_horizon == self.action_size:
+                longer, seen = batch["actions"].repeat(1, 2, 1), self._see(batch)
+                check_order(NETWORK, lambda: self.network(longer, batch["step"], seen), longer.shape, SHAPE)
+        check_sizes(NETWORK, self.network)
+        if not any(parameter.requires_grad for parameter in self.parameters()):
+            raise UserError(f"{NETWORK}: the network has no parameters to train")
+
+    @torch.no_grad()
     def act(self, seen: dict[str, torch.Tensor], noise: torch.Tensor) -> torch.Tensor:
         """Return the next actions, (batch, action horizon, numbers), within the range of the demonstrations' actions.
 
@@ -103,7 +117,7 @@ class DiffusionPolicy(nn.Module):
     def _run_network(self, noisy: torch.Tensor, step: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         with self._autocast(noisy.device):
             found = self.network(noisy, step, seen)
-        check_output("algo.network.class", found, noisy.shape, "(batch, time, numbers of an action)")
+        check_output(NETWORK, found, noisy.shape, SHAPE)
         return found.float()
 
     def _autocast(self, device: torch.device) -> torch.autocast:

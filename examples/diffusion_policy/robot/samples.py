@@ -10,8 +10,6 @@ import functools
 import logging
 import math
 import os
-import zipfile
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +24,9 @@ from tqdm import tqdm
 
 import ddpkit
 
-from .formats import open_format
+from .formats import BROKEN, open_format
 
 log = logging.getLogger("robot")
-# what the libraries raise for a damaged file or another format
-BROKEN = (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error)
 
 
 @dataclass(frozen=True)
@@ -73,12 +69,12 @@ class Index:
     entries: Entries
     env_id: str
     statistics: Statistics
-    picture_size: tuple[int, int] | None  # height and width of all cameras
+    picture_sizes: dict[str, tuple[int, int]]  # height and width by camera
 
     @property
     def rendered_size(self) -> tuple[int, int] | None:
         """Height and width of an environment's rendering, if the policy observes it."""
-        return self.picture_size if "camera" in self.entries.cameras else None
+        return self.picture_sizes.get("camera")
 
     @property
     def steps(self) -> list[int]:
@@ -121,7 +117,7 @@ def _read(path: str, name: str, names: Sequence[str]) -> list[np.ndarray]:
     return [part.reshape(len(part), math.prod(part.shape[1:])).astype(np.float32) for part in parts]
 
 
-KIND = "environment", "numbers of an observation", "numbers of an action", "height and width of a picture"
+KIND = "environment", "numbers of an observation", "numbers of an action", "height and width of the cameras' pictures"
 
 
 @dataclass(frozen=True)
@@ -129,7 +125,7 @@ class Measured:
     """The measurements of one episode."""
 
     episode: Episode
-    kind: tuple[str, int, int, tuple[int, int] | None]  # must be equal in all episodes: see `KIND`
+    kind: tuple[str, int, int, tuple[tuple[int, int], ...]]  # must be equal in all episodes: see `KIND`
     sums: np.ndarray  # of the observations, and of their squares
     squares: np.ndarray
     low: np.ndarray  # of the actions
@@ -150,11 +146,9 @@ def measure(path: str, name: str, entries: Entries) -> Measured:
     if not (np.isfinite(observations).all() and np.isfinite(actions).all()):
         raise ValueError("observations and actions must be finite")
     last = np.array([len(actions) - 1])  # missing in a film that is too short
-    sizes = {look(path, name, camera, last).shape[1:3] for camera in entries.cameras}
-    if len(sizes) > 1:
-        raise UserError(f"{path}: the cameras {', '.join(entries.cameras)} must have pictures of one size, not {sizes}")
+    sizes = tuple(look(path, name, camera, last).shape[1:3] for camera in entries.cameras)
     exact, episode = observations.astype(np.float64), Episode(path, name, len(actions))
-    kind = open_format(path).env_id, observations.shape[1], actions.shape[1], sizes.pop() if sizes else None
+    kind = open_format(path).env_id, observations.shape[1], actions.shape[1], sizes
     return Measured(episode, kind, exact.sum(0), (exact**2).sum(0), actions.min(0), actions.max(0))
 
 
@@ -249,11 +243,15 @@ def _sum_up(
     std = np.where(std > CONSTANT * np.abs(mean), std, 1.0)  # constant numbers stay 0
     low = np.min([one.low for one in training], axis=0)
     high = np.max([one.high for one in training], axis=0)
-    env_id, _, _, picture_size = measured[0].kind
-    if picture_size:
-        Framing.of(config).check(*picture_size)
+    env_id, _, _, sizes = measured[0].kind
+    for size in sizes:
+        Framing.of(config).check(*size)
+    still = (high > low) & (high - low <= 2 * CONSTANT * np.maximum(np.abs(high), np.abs(low)))
+    if still.any() and ddpkit.is_main_process():
+        numbers = ", ".join(f"{number} ({low[number]:g} to {high[number]:g})" for number in np.flatnonzero(still))
+        log.warning("numbers of an action that change too little for float32 count as constant: %s", numbers)
     env_id, statistics = config["experiment.env"] or env_id, Statistics(mean, std, low, high)
-    return Index(folders, validation, entries, env_id, statistics, picture_size)
+    return Index(folders, validation, entries, env_id, statistics, dict(zip(entries.cameras, sizes, strict=True)))
 
 
 def check_kinds(measured: list[Measured]) -> None:

@@ -22,7 +22,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from shared.boards import Boards
 from shared.networks import NO_STEP, evaluating, make_equal, stop_if_not_finite, without_gradient
-from shared.program import Parser, UserError, one_message, user_error, users_code
+from shared.program import Parser, UserError, one_message, user_error
 from shared.settings import nested
 from torch.utils.data import default_collate
 from tqdm import trange
@@ -161,7 +161,19 @@ def try_environment(index: Index) -> None:
             f"{index.env_id} needs a package that is not installed ({error}): pip install -e '.[examples-robot]' in "
             "the repository, or set experiment.rollout.enabled=false"
         ) from None
-    check_environment(index)
+    with settable():
+        check_environment(index)
+
+
+@contextmanager
+def settable() -> Iterator[None]:
+    """Add the settings that help to an environment's error."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(
+            f"{error}: set experiment.env to another gymnasium id or module:Class, or experiment.rollout.enabled=false"
+        ) from error
 
 
 @user_error("train.batch_size", ValueError)
@@ -185,15 +197,9 @@ def make_optimizer(policy: DiffusionPolicy, config: Config, lr: float) -> torch.
 
 
 def make_policy(config: Config, index: Index, sample: dict[str, Any], device: torch.device) -> DiffusionPolicy:
-    """Make the policy, and call it once in evaluation: it may return something else, and lazy modules get their sizes.
-
-    A run that resumes loads its weights later. Collective.
-    """
+    """Make the policy and try it out; a run that resumes loads its weights later. Collective."""
     policy = DiffusionPolicy(config, index.statistics, index.entries.cameras).to(device)
-    with torch.no_grad(), evaluating(policy), users_code("algo.network.class: the network fails"):
-        policy(to_device(default_collate([sample]), device))
-    if not any(parameter.requires_grad for parameter in policy.parameters()):
-        raise UserError("algo.network.class: the network has no parameters to train")
+    policy.try_out(to_device(default_collate([sample]), device))
     if config["train.resume"] is None:
         load_encoders(policy, config)
     return policy
@@ -219,7 +225,7 @@ def wrap(policy: DiffusionPolicy, config: Config, world_size: int, gpus: int) ->
         strategy = "dp"
     synchronises = config["train.sync_batchnorm"]
     try:
-        with user_error("train.sync_batchnorm", ValueError):
+        with user_error("train.sync_batchnorm", ValueError) if synchronises else nullcontext():
             model = ddpkit.wrap_model(policy, strategy, broadcast_buffers=False, sync_batchnorm=synchronises)
     except ddpkit.DdpkitError as error:
         if type(error) is not ddpkit.DdpkitError:  # another rank's failure, for instance

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from shared.networks import check_output, evaluating, make_module
+from shared.networks import check_order, check_output, check_sizes, evaluating, make_module
 from shared.program import users_code
 from torch import Tensor, nn
 
-import ddpkit
 from deblurring.clips import SPIKES, WINDOW
 from deblurring.options import has_spikes
 
@@ -23,6 +21,7 @@ KAIRS = {
     "vrt": "models.network_vrt:VRT",
     "rvrt": "models.network_rvrt:RVRT",
 }  # by the names in KAIR's option files
+SHAPE = "(batch, frames, channels, height, width)"
 SLOPE = 0.1  # of the leaky ReLU
 STEP = 0.03  # the size of the corrections; at full scale Adam's first steps would be too large
 
@@ -40,7 +39,7 @@ def inputs(part: Mapping[str, Tensor]) -> list[Tensor]:
 
 def check_restored(frames: Tensor, shape: Sequence[int]) -> None:
     """Raise if a network returns no tensor, one without a gradient, or another shape than the sharp frames."""
-    check_output("netG.net_type", frames, shape, "(batch, frames, channels, height, width)")
+    check_output("netG.net_type", frames, shape, SHAPE)
 
 
 @torch.no_grad()
@@ -49,15 +48,10 @@ def try_out(net: nn.Module, sample: Mapping[str, NDArray[Any]], device: torch.de
     part = as_float({name: torch.from_numpy(values)[None] for name, values in sample.items()}, device)
     with evaluating(net), users_code("netG.net_type: the network fails"):
         check_restored(net(*inputs(part)), part["H"].shape)
-        if part["H"].shape[1] == part["H"].shape[2]:  # frames and channels, which the shape cannot tell apart
+        if part["H"].shape[1] == part["H"].shape[2]:
             two = {name: values[:, :2] for name, values in part.items()}
-            found = None
-            with suppress(Exception):  # of a network for as many frames as it is trained with
-                found = net(*inputs(two))
-            if found is None and ddpkit.is_main_process():
-                log.warning("netG.net_type: see that it returns (batch, frames, channels, …): both are 3 here")
-            if isinstance(found, Tensor) and found.shape == two["H"].transpose(1, 2).shape:
-                check_restored(found, two["H"].shape)
+            check_order("netG.net_type", lambda: net(*inputs(two)), two["H"].shape, SHAPE)
+    check_sizes("netG.net_type", net)
 
 
 def inject_detail(blurred: Tensor, spikes: Tensor) -> Tensor:

@@ -143,7 +143,7 @@ def complete(
 ) -> Options:
     """Check options and add the defaults."""
     changes = changes or {}
-    if "netG" in changes:  # in place of the file's, which may name another network
+    if isinstance(changes.get("netG"), dict):  # in place of the file's, which may name another network
         content = {**content, "netG": {}}
     table, absent = KEYS | TINY_CLIP, {**ABSENT, _IN_NO_TINY_CLIP: "tiny_clip has embed_dim and depth"}
     given = dict(flatten(content)) | dict(flatten(changes))

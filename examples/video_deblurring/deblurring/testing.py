@@ -24,8 +24,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import ddpkit
+from deblurring.clips import WINDOW
 from deblurring.data import Clip, find_clips
 from deblurring.networks import as_float, inject_detail
+from deblurring.options import has_spikes
 from deblurring.tiles import count_tiles, restore
 
 Picture = NDArray[np.uint8]
@@ -91,6 +93,20 @@ def find_test_clips(opt: Mapping[str, Any]) -> list[Clip]:
                 f"x {WINDOW_OF_SSIM} pixels: test on larger frames"
             )
     return clips
+
+
+def try_clips(net: nn.Module, clips: Iterable[Clip], opt: Mapping[str, Any], device: torch.device) -> None:
+    """Restore a black clip of each size that the clips are cut into, so that what would fail in a test fails now."""
+    val = opt["val"]
+    most = val["num_frame_testing"], val["size_patch_testing"], val["size_patch_testing"]
+    wholes = [(len(clip), *clip.shapes["L"][:2]) for clip in clips]
+    sizes = {tuple(min(size, limit or size) for size, limit in zip(whole, most, strict=True)) for whole in wholes}
+    for frames, height, width in sorted(sizes):
+        black = {"L": torch.zeros(frames, 3, height, width, dtype=torch.uint8)}
+        if has_spikes(opt):
+            black["S"] = torch.zeros(frames, WINDOW, height // 2, width // 2, dtype=torch.uint8)
+        with evaluating(net):
+            restore(net, black, opt, device)
 
 
 def test(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from shared.program import users_code
 from torch import Tensor, nn
 
 from deblurring.data import reverse
@@ -59,8 +60,10 @@ def _restore(
     for place in _places(whole, sizes, opt):
         tile = {part: _take(values, place, sizes, 2 if part == "S" else 1) for part, values in clip.items()}
         tile = as_float({part: _fill(values, opt, part) for part, values in tile.items()}, device)
-        restored = net(*(values[None] for values in inputs(tile)))
         at_once, _, tall, wide = tile["L"].shape
+        remedy = "; val.num_frame_testing and val.size_patch_testing set the size"
+        with users_code(f"netG.net_type: the network fails on {at_once} frames of {wide} x {tall}", remedy):
+            restored = net(*(values[None] for values in inputs(tile)))
         check_restored(restored, (1, at_once, channels, tall * scale, wide * scale))
         out = restored[0].float().cpu()
         here, inside = _without_cuts(place, sizes, whole, scale)

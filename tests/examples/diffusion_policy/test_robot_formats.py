@@ -22,6 +22,7 @@ from robot.samples import Samples, make_loader, scan, write_shard
 from shared.program import UserError
 from shared.settings import nested
 from test_robot_parts import SMALL
+from torch.utils.data import default_collate
 
 import ddpkit
 
@@ -217,7 +218,9 @@ def test_samples_are_what_was_written(write: Writer, tmp_path: Path) -> None:
     episodes = make_episodes()
     config = read_config(arguments(write(tmp_path, episodes)))
     index = scan(config)
-    assert [episode.steps for episode in index.folders[0]] == [*LENGTHS] and index.picture_size == (32, 48)
+    assert [episode.steps for episode in index.folders[0]] == [*LENGTHS] and [*index.picture_sizes.values()] == [
+        (32, 48)
+    ]
     seen = np.concatenate([np.concatenate([episode["state"], episode["goal"]], 1) for episode in episodes])
     done = np.concatenate([episode["actions"] for episode in episodes])
     assert index.statistics.mean == pytest.approx(seen.mean(0), abs=1e-5)
@@ -286,7 +289,7 @@ def test_hdf5_episodes_may_have_any_names(tmp_path: Path) -> None:
 def test_numbers_are_all_that_the_format_has_if_none_are_named(write: Writer, tmp_path: Path) -> None:
     path = write(tmp_path, make_episodes())["path"]
     index = scan(read_config([f"train.data_path={path}"]))
-    assert len(index.statistics.mean) == 5 and not index.entries.cameras and index.picture_size is None
+    assert len(index.statistics.mean) == 5 and not index.entries.cameras and not index.picture_sizes
 
 
 def test_a_replay_buffers_state_is_observed_if_nothing_is_named_or_its_arrays_are_listed(tmp_path: Path) -> None:
@@ -307,6 +310,50 @@ def test_a_replay_buffers_state_is_observed_if_nothing_is_named_or_its_arrays_ar
     player = Learned(policy, index.entries)
     player.begin([1, 2])
     assert player.act({"img": batch["img"][:2, 0].numpy()}).shape == (2, 2)
+
+
+def test_robomimics_files_may_hold_more_and_name_no_environment(tmp_path: Path) -> None:
+    path = write_robomimic(tmp_path, make_episodes())["path"]
+    with h5py.File(path, "r+") as file:
+        file["data"].create_dataset("total_reward", data=[1.0, 2.0])
+        file["data/demo_0"].create_group("obs/more")
+        file["data"].attrs["env_args"] = "null"
+        file.create_dataset("mask/gone", data=np.array([b"demo_1", b"demo_9"]))
+    index = scan(read_config([f"train.data_path={path}"]))
+    assert len(index.folders[0]) == len(LENGTHS) and index.env_id == ""
+    with pytest.raises(UserError, match="mask/gone lists demo_9, not there in data"):
+        scan(read_config([f"train.data_path={path}", "train.hdf5_filter_key=gone"]))
+    path = str(tmp_path / "flat.hdf5")
+    with h5py.File(path, "w") as file:
+        file["data"] = [1.0]
+    with pytest.raises(UserError, match=f"no demonstrations in {path} .AttributeError"):
+        scan(read_config([f"train.data_path={path}"]))
+
+
+def test_cameras_may_have_pictures_of_different_sizes(tmp_path: Path) -> None:
+    episodes = make_episodes()
+    written = write_robomimic(tmp_path, episodes)
+    with h5py.File(written["path"], "r+") as file:
+        for number, episode in enumerate(episodes):
+            file[f"data/demo_{number}"].create_dataset("obs/wrist", data=episode["frames"][:, ::2, ::2])
+    cameras = written | {"rgb": "[agentview_image, wrist]"}
+    for more, sizes in (([], [(32, 48), (16, 24)]), (["observation.image_dim=[20, 30]"], [(20, 30)] * 2)):
+        config = read_config(arguments(cameras, *more))
+        index = scan(config)
+        assert index.picture_sizes == {"agentview_image": (32, 48), "wrist": (16, 24)}
+        sample = Samples(index.folders, index.entries, length=1, weights=None, config=config)[0]
+        assert [sample[camera].shape[1:3] for camera in index.entries.cameras] == sizes
+        policy = DiffusionPolicy(config, index.statistics, index.entries.cameras)
+        assert policy(default_collate([sample])).isfinite().all()
+
+
+def test_actions_that_change_too_little_to_tell_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    episodes = make_episodes()
+    for episode in episodes:
+        episode["actions"][:, 1] = 100 + 1e-5 * np.arange(len(episode["actions"]))
+    scan(read_config(arguments(write_robomimic(tmp_path, episodes))))
+    (said,) = (record.message for record in caplog.records if "constant" in record.message)
+    assert re.fullmatch(r"numbers of an action that change too .*: 1 \(100 to 100\)", said)
 
 
 def test_robomimics_subsets_are_used(tmp_path: Path) -> None:

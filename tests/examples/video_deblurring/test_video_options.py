@@ -72,6 +72,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ("train__gt_size", 3, "train.gt_size is unknown; did you mean datasets.train.gt_size?"),
         ("trian", {"E_decay": 0.9}, "trian.E_decay is unknown; did you mean train.E_decay?"),
         ("datasets__train__dataloder_batch_size", 3, "did you mean datasets.train.dataloader_batch_size?"),
+        ("train__compile", True, "train.compile is unknown; did you mean compile?"),
+        ("batch_size", 3, "did you mean datasets.train.dataloader_batch_size?"),
+        ("lr", 3, "did you mean train.G_optimizer_lr?"),
+        ("train__amp", True, "train.amp: Input should be false, 'bf16' or 'fp16'; found true"),
         ("trian", {"x": 1}, "trian.x is unknown; did you mean the section train?"),
         ("zzz", 1, "zzz is unknown"),
         (
@@ -98,12 +102,12 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         (
             "train__G_optimizer_betas",
             [0.9],
-            "train.G_optimizer_betas: List should have at least 2 items after validation, not 1; found [0.9]",
+            "train.G_optimizer_betas: List should have at least 2 items, not 1; found [0.9]",
         ),
         ("datasets__train__gt_size", 15, "datasets.train.gt_size: Input should be a multiple of 2; found 15"),
         ("datasets__train__gt_size", 6, "datasets.train.gt_size: Input should be greater than or equal to 8; found 6"),
         ("val__size_patch_testing", 31, "an even number of at least 32, or 0"),
-        ("task", "", 'task: String should have at least 1 character; found ""'),
+        ("task", "", 'task: Input should be a name without / and \\, since it names a folder; found ""'),
         ("scale", 2, "scale must be 1, not 2, with tiny_clip and with spikes"),
         ("scale", 5, "scale: Input should be 1, 2, 3 or 4; found 5"),
         (
@@ -271,6 +275,9 @@ def test_a_network_on_the_command_line_takes_the_place_of_the_files(tmp_path: Pa
     assert opt["netG"] == {"net_type": "my_nets:Net", "width": 4, "name": "a"}
     with pytest.raises(UserError, match='netG={"net_type" is not JSON'):
         read_options(path, ['netG={"net_type"'])
+    with pytest.raises(UserError) as error:
+        read_options(path, ["netG=tiny_clip"])
+    assert str(error.value) == "netG must be a section: { … } (the command line)"
 
 
 @pytest.mark.parametrize(

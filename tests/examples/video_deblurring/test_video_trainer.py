@@ -498,6 +498,13 @@ def test_what_cannot_be_done_is_said_once_and_all_ranks_end(runs: Runs, clips: P
             somebodys("Talkative"),
             "netG.net_type: it must return one tensor, but it returned a tuple",
         ),
+        "later": (TRAIN, somebodys("Later"), "netG.net_type: aside.weight, aside.bias got no size by a call in eval"),
+        "placed": (
+            TRAIN,
+            somebodys("Placed"),
+            r"netG.net_type: the network fails on \d frames of \d+ x \d+: RuntimeError: The size of tensor .*nets.py, "
+            r"line \d+\); val.num_frame_testing and val.size_patch_testing set the size",
+        ),
         "detached": (TRAIN, somebodys("Detached"), "netG.net_type: it returned a tensor that has no gradient"),
         "picky": (
             TRAIN,
