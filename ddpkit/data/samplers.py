@@ -266,7 +266,7 @@ class ResumableSampler(Sampler[int], ABC):
 
     def __iter__(self) -> Iterator[int]:
         self.place.check(type(self).__name__)
-        return _Indices(self)
+        return _Indices.of(self)
 
     @property
     def num_samples(self) -> int:
@@ -303,44 +303,71 @@ class ResumableSampler(Sampler[int], ABC):
         per_block = max(1, _BLOCK // len(mine)) * size
         for first in range(positions.start, end, per_block):
             starts = np.arange(first, min(first + per_block, end), size, dtype=np.int64)
-            yield order(np.add.outer(starts, mine).ravel() % self.n).tolist()  # padding is from the front
+            ours = np.add.outer(starts, mine).ravel()
+            if ours[-1] >= self.n:
+                ours %= self.n  # padding is from the front
+            yield order(ours).tolist()
         if tail:
             yield order((end + mine[: self.share_of(tail)]) % self.n).tolist()
 
 
-class _Indices(Iterator[int]):
+class _Indices(chain[int]):
     """One pass over a sampler, with a state: torchdata's loaders save that of the iterator, too.
 
     Such a loader restores what it has drawn, whether or not `advance()` counts the steps.
     """
 
-    def __init__(self, sampler: ResumableSampler) -> None:
-        self._sampler = sampler
-        self._order = sampler._order()
-        self._begin(sampler.start)
+    _blocks: _Blocks
 
-    def __next__(self) -> int:
-        index = next(self._indices)
-        self._drawn += 1
-        return index
+    @classmethod
+    def of(cls, sampler: ResumableSampler) -> _Indices:
+        """Begin a pass."""
+        blocks = _Blocks(sampler)
+        indices: Any = cls.from_iterable(blocks)
+        indices._blocks = blocks
+        return indices  # type: ignore[no-any-return]
 
     def state_dict(self) -> dict[str, int]:
         """Return the samples that all ranks together have drawn, if all draw alike."""
-        end = self._positions.stop
-        if self._drawn == self._sampler._count(len(self._positions)):  # the ranks' last shares may be unequal
-            return {"consumed": end}
-        return {"consumed": min(end, self._positions.start + self._drawn * self._sampler.num_replicas)}
+        return {"consumed": self._blocks.consumed()}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue behind the samples drawn; the sampler's next pass begins at the front, as in torch."""
-        self._begin(state["consumed"])
-        self._sampler.consumed = state["consumed"]
-        self._sampler.start = 0
+        self._blocks.begin(state["consumed"])
+        self._blocks.sampler.consumed = state["consumed"]
+        self._blocks.sampler.start = 0
 
-    def _begin(self, position: int) -> None:
-        self._positions = range(position, self._sampler.end_from(position))
-        self._indices = chain.from_iterable(self._sampler._blocks(self._order, self._positions))
-        self._drawn = 0
+
+class _Blocks(Iterator[Iterator[int]]):
+    """The blocks of a pass, which know how many of their samples were drawn: to count each one takes longer."""
+
+    def __init__(self, sampler: ResumableSampler) -> None:
+        self.sampler = sampler
+        self._order = sampler._order()
+        self._block: Iterator[int] = iter(())
+        self.begin(sampler.start)
+
+    def begin(self, position: int) -> None:
+        """Go on from a global position."""
+        for _ in self._block:  # the rest is not drawn
+            pass
+        self._positions = range(position, self.sampler.end_from(position))
+        self._blocks = self.sampler._blocks(self._order, self._positions)
+        self._given = 0
+
+    def __next__(self) -> Iterator[int]:
+        block = next(self._blocks)
+        self._given += len(block)
+        self._block = iter(block)
+        return self._block
+
+    def consumed(self) -> int:
+        """Return where all ranks together are in the global order, if all draw alike."""
+        drawn = self._given - operator.length_hint(self._block)
+        end = self._positions.stop
+        if drawn == self.sampler._count(len(self._positions)):  # the ranks' last shares may be unequal
+            return end
+        return min(end, self._positions.start + drawn * self.sampler.num_replicas)
 
 
 class DistributedSampler(ResumableSampler):
