@@ -77,8 +77,7 @@ def add_up(fingerprint: str, numbers: Sequence[float] | Numbers, peers: Peers | 
         payload[:] = numbers
     everyone = ranks_of(peers)
     block[:_CHECK], expected = _check_numbers(fingerprint, len(everyone))
-    if type(torch.from_numpy(block)) is not Tensor:  # it would not be sent, and the other ranks would wait
-        raise TypeError("Collectives cannot run under FakeTensorMode. Call them outside it.")
+    check_real()
     if peers is None:
         session.waits = "check", time.monotonic(), math.inf  # it asks nobody
     try:
@@ -92,6 +91,12 @@ def add_up(fingerprint: str, numbers: Sequence[float] | Numbers, peers: Peers | 
         return payload
     sums = torch.tensor(numbers, dtype=torch.float64, device=control_device(peers))
     return reduce_in_place(sums, peers=peers).cpu().numpy()
+
+
+def check_real() -> None:
+    """Raise where tensors would not be sent, so that the other ranks would wait."""
+    if type(torch.empty(0)) is not Tensor:
+        raise TypeError("Collectives cannot run under FakeTensorMode. Call them outside it.")
 
 
 def reduce_in_place(buffer: Tensor, op: str = "sum", peers: Peers | None = None) -> Tensor:

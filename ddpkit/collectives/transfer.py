@@ -18,7 +18,15 @@ from ..job import current_job, lifecycle
 from ..job.job import Peers, group_of, ranks_of
 from ..launch import ranks
 from ..torch_internals import is_sharded, untraced
-from .consistency import PAYLOAD, add_up, communication_device, fingerprint_of, raise_everywhere
+from .consistency import (
+    PAYLOAD,
+    Numbers,
+    add_up,
+    check_real,
+    communication_device,
+    fingerprint_of,
+    raise_everywhere,
+)
 from .differences import explain_sharded
 from .tree import (
     Tree,
@@ -30,7 +38,8 @@ from .tree import (
     name_dtype,
 )
 
-_SMALL = 4 * (PAYLOAD - 1)  # bytes that travel with the check: 32 bits are exact in a float64
+_BYTES = 4  # that a number of the check's block carries: 32 bits are exact in a float64
+_SMALL = _BYTES * (PAYLOAD - 1)  # bytes of a broadcast that travel there
 
 # Pickles for other ranks: tensors of any dtype, without the memory around a view, and never one rank's shard.
 
@@ -199,20 +208,42 @@ def gather_rows(
 ) -> list[list[Tensor]]:
     """Gather matrices of bytes, by rank. Collective.
 
-    Each has its own number of rows on each rank; without check, the same on all.
+    Each has its own number of rows on each rank; without check, the same on all. Small ones travel with the check.
     """
     if lifecycle.enter_collective() is None:
         return [[rows.clone() for rows in matrices]]
     everyone = ranks_of(peers)
     counts = np.array([[len(rows) for rows in matrices]] * len(everyone))  # by rank, then by matrix
     if check:
-        is_own = np.array(everyone) == ranks.get_rank()
-        sums = add_up(fingerprint, (counts * is_own[:, None]).reshape(-1), peers)
-        counts = sums.reshape(counts.shape)
-    gathered = []
-    for rows, lengths in zip(matrices, counts.T.astype(int).tolist(), strict=True):
-        gathered.append(_gather_padded(rows, lengths, peers))
+        check_real()
+        own = everyone.index(ranks.get_rank())
+        room = max(0, PAYLOAD // len(everyone) - len(matrices))  # numbers for a rank's bytes, after its counts
+        numbers = np.zeros((len(everyone), len(matrices) + room))
+        numbers[own, : len(matrices)] = counts[own]
+        if sum([rows.numel() for rows in matrices]) <= _BYTES * room:
+            numbers[own, len(matrices) :] = _as_words(matrices, room)
+        sums = add_up(fingerprint, numbers.reshape(-1), peers).reshape(numbers.shape)
+        counts = sums[:, : len(matrices)].astype(np.int64)
+        sizes = counts @ [rows.shape[1] for rows in matrices]
+        if sizes.max() <= _BYTES * room:
+            words = sums[:, len(matrices) :]
+            return [_from_words(*each, matrices) for each in zip(words, counts.tolist(), strict=True)]
+    gathered = [_gather_padded(rows, each, peers) for rows, each in zip(matrices, counts.T.tolist(), strict=True)]
     return [[parts[i] for parts in gathered] for i in range(len(everyone))]
+
+
+def _as_words(matrices: list[Tensor], room: int) -> Numbers:
+    """Write the bytes of matrices as so many numbers."""
+    data = b"".join([rows.cpu().numpy().tobytes() for rows in matrices])
+    return np.frombuffer(data.ljust(_BYTES * room, b"\0"), "<u4").astype(np.float64)
+
+
+def _from_words(words: Numbers, counts: list[int], like: list[Tensor]) -> list[Tensor]:
+    """Read matrices with so many rows, each with the columns and on the device of another."""
+    shapes = [(count, rows.shape[1]) for count, rows in zip(counts, like, strict=True)]
+    sizes = list(map(math.prod, shapes))
+    parts = torch.from_numpy(words.astype("<u4").view(np.uint8))[: sum(sizes)].split_with_sizes(sizes)
+    return [part.view(shape).to(rows.device) for part, shape, rows in zip(parts, shapes, like, strict=True)]
 
 
 def _gather_padded(rows: Tensor, counts: list[int], peers: Peers | None) -> list[Tensor]:

@@ -154,7 +154,7 @@ def shuffle_by_hand(indices: Tensor) -> Tensor:
 
 def shuffle() -> Ways:
     """MoCo's broadcast in each step: the order in which all ranks' samples go through the second encoder."""
-    indices = torch.randperm(256 * dist.get_world_size())
+    indices = torch.randperm(64 * dist.get_world_size())
     return {
         "by hand": lambda: shuffle_by_hand(indices),
         "broadcast": lambda: ddpkit.broadcast(indices),
@@ -181,6 +181,28 @@ def gather_tensors_by_hand(tensor: Tensor) -> list[Tensor]:
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, tensor)
     return parts
+
+
+def small_gather() -> Ways:
+    few = torch.arange(8)
+    return {
+        "by hand": lambda: gather_tensors_by_hand(few),
+        "all_gather": lambda: ddpkit.all_gather(few),
+    }
+
+
+def objects_by_hand(text: str) -> list[str]:
+    found = [""] * dist.get_world_size()
+    dist.all_gather_object(found, text)
+    return found
+
+
+def small_objects() -> Ways:
+    text = f"rank {dist.get_rank()}: cpu"
+    return {
+        "by hand": lambda: objects_by_hand(text),
+        "all_gather_object": lambda: ddpkit.all_gather_object(text),
+    }
 
 
 def moco_by_hand(images: Tensor, keys: Tensor, order: Tensor) -> None:
@@ -220,6 +242,8 @@ CASES: dict[str, Callable[[], Ways]] = {
     f"{TENSORS} tensors": tree,
     f"{SAMPLES} samples": gather,
     "64 x 128 features": joined_features,
+    "a gather of 8 ints": small_gather,
+    "a gather of objects": small_objects,
     "a MoCo step": moco_step,
     "a shuffle": shuffle,
 }

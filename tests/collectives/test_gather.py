@@ -17,6 +17,7 @@ from test_ops import last, raised
 from torch import nn
 
 from ddpkit import all_gather, all_gather_object, broadcast, gather_exact, get_rank, get_world_size
+from ddpkit.collectives.consistency import PAYLOAD
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,24 @@ def test_all_gather_gives_every_rank_each_tensor_as_it_was(world: int) -> None:
             assert got["kinds"][other] == KINDS[other]
             assert got["objects"][other] == {"rank": other, "text": "x" * 5000 * other, "none": None}
         assert {len(each) for name, each in got.items() if name != "dtypes"} == {world}
+
+
+def gathered_at_the_border() -> list[bool]:
+    """Gather as many bytes as travel with the check, one more on the last rank, and one more on all."""
+    rank, world = get_rank(), get_world_size()
+    most = 4 * (PAYLOAD // world - 2)  # in two matrices, whose counts travel there, too
+    same = []
+    for last_rank, others in ((most, most), (most + 1, most), (most + 1, most + 1)):
+        sizes = [others] * (world - 1) + [last_rank]
+        values = [{"a": torch.arange(size - 3).byte(), "b": torch.arange(3).byte() + r} for r, size in enumerate(sizes)]
+        found = all_gather(values[rank])
+        same.append(all(torch.equal(f[key], v[key]) for f, v in zip(found, values, strict=True) for key in v))
+    return same
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_fits_into_the_check_arrives_as_what_does_not(world: int) -> None:
+    assert on_ranks(gathered_at_the_border, world) == [[True] * 3] * world
 
 
 def a_value(rank: int) -> dict[str, Any]:

@@ -513,6 +513,7 @@ def counted() -> dict[str, int]:
         "unchecked": lambda: all_reduce_mean(torch.ones(5), check=False),
         "broadcast": lambda: broadcast({"lr": 0.1, "name": "run"} if get_rank() == 0 else None),
         "all_gather": lambda: all_gather(torch.ones(get_rank())),
+        "long all_gather": lambda: all_gather(torch.ones(get_rank() * 999)),
     }
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for name, call in calls.items():
@@ -531,7 +532,7 @@ def test_fifty_scalars_cost_one_collective_check_included() -> None:
     for counts in on_ranks(counted, 2):
         assert counts == {
             **{"50 numbers": 1, "50 tensors": 1, "mixed": 1, "weighted": 1},
-            **{"big": 4, "max": 6, "unchecked": 1, "broadcast": 1, "all_gather": 2},
+            **{"big": 4, "max": 6, "unchecked": 1, "broadcast": 1, "all_gather": 1, "long all_gather": 2},
         }
 
 
