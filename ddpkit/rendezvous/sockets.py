@@ -94,16 +94,16 @@ def sockets_beside(listener: bytes) -> set[int]:
         listener: Its address in the kernel's form, with anything after it.
     """
     numbers = dict(_open_sockets())
-    for link in Path("/proc/self/fd").glob("*"):
+    for descriptor in set(map(int, os.listdir("/proc/self/fd"))) - numbers.keys():
         polled: list[str] = []
         with suppress(OSError):
-            if os.readlink(link) == "anon_inode:[eventpoll]":
-                text = Path("/proc/self/fdinfo", link.name).read_text()
+            if os.readlink(f"/proc/self/fd/{descriptor}") == "anon_inode:[eventpoll]":
+                text = Path(f"/proc/self/fdinfo/{descriptor}").read_text()
                 polled = re.findall(r"^tfd: *(\d+)", text, re.MULTILINE)
         found = numbers.keys() & map(int, polled)
-        addresses = {_address(_libc().getsockname, descriptor) for descriptor in found} - {b""}
-        if listener.startswith(tuple(addresses)):
-            return {numbers[descriptor] for descriptor in found}
+        addresses = (_address(_libc().getsockname, other) for other in sorted(found))  # gloo listens first
+        if any(address and listener.startswith(address) for address in addresses):
+            return {numbers[other] for other in found}
     return set()
 
 

@@ -37,7 +37,7 @@ def polls(seconds: float, ranks: int = 1) -> Iterator[None]:
         ranks: Number of ranks that poll: they pause longer, to leave the store time for all of them.
     """
     deadline = time.monotonic() + seconds
-    pause = max(50e-6, 20e-6 * ranks)
+    pause = max(50e-6, 60e-6 * (ranks - 7))
     longest = min(max(0.02, 1e-3 * ranks), 1.0)
     while True:
         is_last = time.monotonic() > deadline
