@@ -11,6 +11,7 @@ import io
 import os
 import re
 import stat
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -202,10 +203,20 @@ class SummedFile:
         self._crc = 0
 
     def write(self, data: bytes | memoryview) -> int:
-        """Write bytes."""
+        """Write bytes, and sum many of them meanwhile: both take as long."""
         self.check()
+        if len(data) < _BLOCK or not threading.main_thread().is_alive():  # at exit, Python may start no thread
+            self._sum(data)
+            return self.file.write(data)
+        summing = threading.Thread(target=self._sum, args=[data])
+        summing.start()
+        try:
+            return self.file.write(data)
+        finally:
+            summing.join()
+
+    def _sum(self, data: bytes | memoryview) -> None:
         self._crc = zlib.crc32(data, self._crc)
-        return self.file.write(data)
 
     def end(self) -> None:
         """Write the last line."""
