@@ -297,19 +297,32 @@ def docs_line(page: str) -> str:
     return f"Docs: {GUIDE}{page}.html"
 
 
-def report_of(error: DdpkitError) -> str:
+def is_ours(error: BaseException) -> bool:
+    """Return whether ddpkit raised an error on purpose, so that its own frames explain nothing."""
+    if hasattr(error, "_page"):
+        return True
+    *_, last = [None, *traceback.extract_tb(error.__traceback__)]
+    return last is not None and last.filename.startswith(_OURS[0]) and f"{last.line}".startswith("raise ")
+
+
+def report_of(error: BaseException) -> str:
     """Format an error, cause first: what happened, the page that explains it, the place in the script."""
     message, _, details = message_of(error, TRACE_LENGTH).partition("\n\n")
     lines = [f"{type(error).__name__}: {message}"]
-    if error._page:
-        lines.append(docs_line(error._page))
+    if page := getattr(error, "_page", ""):
+        lines.append(docs_line(page))
     if details:
         lines += ["", details.strip("\n")]
     stack = traceback.extract_tb(error.__traceback__)
     if stack:
-        shown = [frame for frame in stack if not frame.filename.startswith(_OURS)] or stack
+        shown = [frame for frame in stack if not _is_internal(frame)] or stack
         lines += ["", "Traceback (most recent call last):", "".join(traceback.format_list(shown)).rstrip("\n")]
     return printable("\n".join(lines)) + "\n"
+
+
+def _is_internal(frame: traceback.FrameSummary) -> bool:
+    is_of_dataclass = frame.filename == "<string>" and frame.name == "__init__"
+    return is_of_dataclass or frame.filename.startswith(_OURS)
 
 
 def trace_of(error: BaseException) -> str:
@@ -317,7 +330,7 @@ def trace_of(error: BaseException) -> str:
     if error.__traceback__ is None:
         return ""
     try:
-        lines = [report_of(error)] if isinstance(error, DdpkitError) else traceback.format_exception(error)
+        lines = [report_of(error)] if is_ours(error) else traceback.format_exception(error)
     except BaseException:  # exceptions hold arbitrary values, and SyntaxError's formatter trusts its fields
         lines = [*traceback.format_tb(error.__traceback__), f"{describe_error(error)}\n"]
     text = "".join(lines)
