@@ -303,10 +303,12 @@ def test_the_report_is_readable_and_names_line_evidence_and_fix(tmp_path: Path) 
 
 
 def test_the_report_of_a_script_that_fails_says_no_more_than_that(tmp_path: Path) -> None:
-    (tmp_path / "bad.py").write_text("1 / 0\n")
+    lines = 'import ddpkit\nraise ddpkit.CheckpointError("no file\\nin this folder")\n'
+    (tmp_path / "bad.py").write_text(lines)
     (ended,) = run(begin, [{"OMP_NUM_THREADS": "1"}], [str(tmp_path / "bad.py")], str(tmp_path), timeout=LATE)
     assert ended.code == 2 and "bad.py, 0 optimizer steps\n" in ended.output
     assert "nothing found" not in ended.output
+    assert re.search(r"^ended early: rank 0 failed after .*: CheckpointError: no file$", ended.output, re.MULTILINE)
 
 
 WEIGHTED = """
