@@ -299,10 +299,10 @@ def docs_line(page: str) -> str:
 
 def is_ours(error: BaseException) -> bool:
     """Return whether ddpkit raised an error on purpose, so that its own frames explain nothing."""
-    if hasattr(error, "_page"):
-        return True
-    *_, last = [None, *traceback.extract_tb(error.__traceback__)]
-    return last is not None and last.filename.startswith(_OURS[0]) and f"{last.line}".startswith("raise ")
+    stack = traceback.extract_tb(error.__traceback__)
+    if hasattr(error, "_page") or error.__cause__ is not None or not stack:
+        return hasattr(error, "_page")
+    return stack[-1].filename.startswith(_OURS[0]) and f"{stack[-1].line}".startswith("raise ")
 
 
 def report_of(error: BaseException) -> str:

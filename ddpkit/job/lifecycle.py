@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_hooks_left: tuple[Any, Any] | None = None  # torch's exception hook, still installed, and the one before it
+_hooks_left: tuple[Any, Any] | None = None  # an exception hook that is still installed, and the one before it
 _leaving: Job | None = None  # the job that this process is leaving, whose group no thread may adopt
 _forbidden_by = ""  # the caller of the current block without communication, if any
 _callers = threading.Lock()  # held while the thread that calls a job's collectives is chosen
