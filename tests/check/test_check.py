@@ -25,6 +25,7 @@ from ddpkit.tools import cli
 from ddpkit.tools.check import facts as observed
 from ddpkit.tools.check import find_all
 from ddpkit.tools.check.facts import Facts, Order
+from ddpkit.tools.check.samples import _validated_in_training
 
 HERE = Path(__file__).parent
 LATE = 600.0  # seconds in which a check of a tiny script ends on any machine
@@ -378,6 +379,32 @@ def test_a_rank_that_has_ended_parts_from_one_that_goes_on() -> None:
     (finding,) = find_all(facts)
     assert (finding.kind, str(finding.where)) == ("collective-order", "train.py:5")
     assert "rank 0 has ended" in finding.evidence
+
+
+def epoch(loader: str, base: int) -> dict[str, Any]:
+    lines = {key: [["train.py", 3, "main"]] for key in ("made", "where", "sampler_made", "lines", "split")}
+    of_sampler = {"sampler": "DistributedSampler", "has_epoch": True, "bounded": True, "rounds": 1, "replaces": False}
+    of_loader = {"iterable": False, "batch_size": 2, "drop_last": False, "workers": 0}
+    plan = [0, 1, 2] if loader == "train" else [0, 1]
+    return {
+        "kind": "epoch",
+        "loader": loader,
+        "number": 0,
+        "plan": plan,
+        "base": base,
+        **lines,
+        **of_sampler,
+        **of_loader,
+    }
+
+
+@pytest.mark.parametrize(("address", "kinds"), [(1, ["validation-seen"]), (2, [])])
+def test_datasets_at_one_address_of_two_processes_are_not_the_same(address: int, kinds: list[str]) -> None:
+    training = [{"kind": "trains", "loader": "train"}, epoch("train", 1)]
+    validating = epoch("valid", 1)
+    seen_by_both = Facts({0: [*training, epoch("valid", address)], 1: [validating]})
+    assert [finding.kind for finding in _validated_in_training(seen_by_both)] == kinds
+    assert list(_validated_in_training(Facts({0: training, 1: [validating]}))) == []
 
 
 def test_one_rank_has_nothing_to_compare() -> None:
