@@ -5,7 +5,6 @@ Bad arguments are plain `ValueError` and `TypeError`.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import sys
@@ -18,7 +17,7 @@ from typing import Any, TypeVar
 MESSAGE_LENGTH = 10_000
 TRACE_LENGTH = 50_000
 GUIDE = "https://ddpkit.readthedocs.io/en/latest/guide/"
-_OURS = (os.path.dirname(__file__) + os.sep, contextlib.__file__)  # files left out of tracebacks
+_PACKAGE = os.path.dirname(__file__) + os.sep
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 Places = list[tuple[int, str]]  # rank and host
 _Error = TypeVar("_Error", bound="DdpkitError")
@@ -302,7 +301,7 @@ def is_ours(error: BaseException) -> bool:
     stack = traceback.extract_tb(error.__traceback__)
     if hasattr(error, "_page") or error.__cause__ is not None or not stack:
         return hasattr(error, "_page")
-    return stack[-1].filename.startswith(_OURS[0]) and f"{stack[-1].line}".startswith("raise ")
+    return stack[-1].filename.startswith(_PACKAGE) and f"{stack[-1].line}".startswith("raise ")
 
 
 def report_of(error: BaseException) -> str:
@@ -321,8 +320,10 @@ def report_of(error: BaseException) -> str:
 
 
 def _is_internal(frame: traceback.FrameSummary) -> bool:
+    """Return whether a frame is ddpkit's, or of a block or a dataclass of its."""
     is_of_dataclass = frame.filename == "<string>" and frame.name == "__init__"
-    return is_of_dataclass or frame.filename.startswith(_OURS)
+    is_of_block = frame.filename.endswith("contextlib.py")  # torch's decorators, too
+    return is_of_dataclass or is_of_block or frame.filename.startswith(_PACKAGE)
 
 
 def trace_of(error: BaseException) -> str:
