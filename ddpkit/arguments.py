@@ -49,7 +49,7 @@ def suggest_option(error: BaseException) -> None:
         return
     first, *rest = found[1].split(".")
     function = vars(sys.modules["ddpkit"]).get(first)
-    frames = [*walk_tb(error.__traceback__)][-3:]  # a context manager is made two calls deeper
+    frames = [*walk_tb(error.__traceback__)][-4:]  # a context manager is made deeper
     if function is None or not any(_calls(frame, line, found[1], function) for frame, line in frames):
         return
     for name in rest:
@@ -57,6 +57,7 @@ def suggest_option(error: BaseException) -> None:
     known = [name for name in inspect.signature(function).parameters if name != "self"]
     call = found[1].removesuffix(".__init__")
     error.args = (f"{no_option(f'{call}()', found[2], known)} It takes {', '.join(known)}.",)
+    vars(error)["_page"] = ""  # shown like ddpkit's errors
 
 
 def _calls(frame: FrameType, number: int, path: str, function: Any) -> bool:

@@ -5,7 +5,6 @@ Bad arguments are plain `ValueError` and `TypeError`.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import sys
@@ -18,7 +17,7 @@ from typing import Any, TypeVar
 MESSAGE_LENGTH = 10_000
 TRACE_LENGTH = 50_000
 GUIDE = "https://ddpkit.readthedocs.io/en/latest/guide/"
-_OURS = (os.path.dirname(__file__) + os.sep, contextlib.__file__)  # files left out of tracebacks
+_PACKAGE = os.path.dirname(__file__) + os.sep
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 Places = list[tuple[int, str]]  # rank and host
 _Error = TypeVar("_Error", bound="DdpkitError")
@@ -297,19 +296,34 @@ def docs_line(page: str) -> str:
     return f"Docs: {GUIDE}{page}.html"
 
 
-def report_of(error: DdpkitError) -> str:
+def is_ours(error: BaseException) -> bool:
+    """Return whether ddpkit raised an error on purpose, so that its own frames explain nothing."""
+    stack = traceback.extract_tb(error.__traceback__)
+    if hasattr(error, "_page") or error.__cause__ is not None or not stack:
+        return hasattr(error, "_page")
+    return stack[-1].filename.startswith(_PACKAGE) and f"{stack[-1].line}".startswith("raise ")
+
+
+def report_of(error: BaseException) -> str:
     """Format an error, cause first: what happened, the page that explains it, the place in the script."""
     message, _, details = message_of(error, TRACE_LENGTH).partition("\n\n")
     lines = [f"{type(error).__name__}: {message}"]
-    if error._page:
-        lines.append(docs_line(error._page))
+    if page := getattr(error, "_page", ""):
+        lines.append(docs_line(page))
     if details:
         lines += ["", details.strip("\n")]
     stack = traceback.extract_tb(error.__traceback__)
     if stack:
-        shown = [frame for frame in stack if not frame.filename.startswith(_OURS)] or stack
+        shown = [frame for frame in stack if not _is_internal(frame)] or stack
         lines += ["", "Traceback (most recent call last):", "".join(traceback.format_list(shown)).rstrip("\n")]
     return printable("\n".join(lines)) + "\n"
+
+
+def _is_internal(frame: traceback.FrameSummary) -> bool:
+    """Return whether a frame is ddpkit's, or of a block or a dataclass of its."""
+    is_of_dataclass = frame.filename == "<string>" and frame.name == "__init__"
+    is_of_block = frame.filename.endswith("contextlib.py")  # torch's decorators, too
+    return is_of_dataclass or is_of_block or frame.filename.startswith(_PACKAGE)
 
 
 def trace_of(error: BaseException) -> str:
@@ -317,7 +331,7 @@ def trace_of(error: BaseException) -> str:
     if error.__traceback__ is None:
         return ""
     try:
-        lines = [report_of(error)] if isinstance(error, DdpkitError) else traceback.format_exception(error)
+        lines = [report_of(error)] if is_ours(error) else traceback.format_exception(error)
     except BaseException:  # exceptions hold arbitrary values, and SyntaxError's formatter trusts its fields
         lines = [*traceback.format_tb(error.__traceback__), f"{describe_error(error)}\n"]
     text = "".join(lines)

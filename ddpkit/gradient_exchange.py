@@ -106,8 +106,8 @@ def averaging(*modules: nn.Module | Tensor) -> Iterator[None]:
     if any(p.grad is not None for p in gradients.parameters):
         gradients.clear()
         raise RuntimeError(
-            "Gradients were computed while the previous ones were still being averaged: "
-            "leave the block of averaging() and step before the next backward()."
+            "Gradients were computed while the previous ones were still being averaged: call backward() before the "
+            "block of averaging(), and the next one after the step."
         )
     exchange.finish()
 

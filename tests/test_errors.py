@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 import pickle
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from processes import free_port, platform_env, run
 
 import ddpkit
 
@@ -25,3 +31,100 @@ def test_a_traceback_ends_with_the_page_that_explains_the_error(name: str) -> No
     page = docs.removeprefix("Docs: https://ddpkit.readthedocs.io/en/latest/guide/").rstrip().removesuffix(".html")
     assert message == f"ddpkit.errors.{name}: A message.\n"
     assert name in (GUIDE / f"{page}.md").read_text()
+
+
+# Mistakes before there is a job: the first line is the cause, and the frames are those of the script.
+
+MISTAKES: dict[str, tuple[Callable[..., Any], str]] = {
+    "no setup": (lambda: ddpkit.all_reduce_mean(1.0), "NotSetUpError: 2 processes were launched (platform), but"),
+    "no setup, a model": (
+        lambda: ddpkit.wrap_model(torch.nn.Linear(1, 1)),
+        "NotSetUpError: 2 processes were launched (platform), but",
+    ),
+    "no setup, gradients": (
+        lambda: ddpkit.average_gradients(torch.nn.Linear(1, 1)),
+        "NotSetUpError: 2 processes were launched (platform), but",
+    ),
+    "no setup, no model": (
+        lambda: ddpkit.wrap_model(torch.nn.Linear),  # type: ignore[arg-type, type-var]
+        "TypeError: wrap_model() takes a torch.nn.Module, got type.",
+    ),
+    "an option": (
+        lambda: ddpkit.setup(timout=3),  # type: ignore[call-arg]
+        "TypeError: setup() has no option timout: did you mean timeout?",
+    ),
+    "an option of a block": (
+        lambda: ddpkit.distributed(timout=3),  # type: ignore[call-arg]
+        "TypeError: distributed() has no option timout: did you mean timeout?",
+    ),
+    "a value": (lambda: ddpkit.setup(timeout=3), "TypeError: timeout must be a datetime.timedelta"),  # type: ignore[arg-type]
+    "a device": (lambda: ddpkit.setup(device="gpu"), "ValueError: device='gpu' is not a device"),
+}
+ALONE = {"RANK": "0"}  # a launch that setup() refuses
+
+
+def make_mistake() -> None:
+    call, _ = MISTAKES[os.environ["MISTAKE"]]
+    call()
+
+
+def set_up() -> None:
+    ddpkit.setup()
+
+
+def check_cause_comes_first(output: str, words: str) -> None:
+    lines = [line for line in output.splitlines() if not line.startswith("waiting for rank 0")]
+    assert lines[0].startswith(words), output
+    assert "During handling" not in output and "direct cause" not in output, output
+    for frame in (os.path.dirname(ddpkit.__file__), "<string>", "contextlib.py"):
+        assert frame not in output, output
+
+
+def test_a_mistake_before_the_job_is_shown_cause_first_and_to_torchrun(tmp_path: Path) -> None:
+    files = [tmp_path / f"{number}" for number in range(len(MISTAKES))]
+    envs = [
+        platform_env(1, 2, free_port(), MISTAKE=name, TORCHELASTIC_ERROR_FILE=str(file))
+        for name, file in zip(MISTAKES, files, strict=True)
+    ]
+    for file, end, (_, words) in zip(files, run(make_mistake, envs), MISTAKES.values(), strict=True):
+        check_cause_comes_first(end.output, words)
+        report = json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"]
+        assert end.code == 1 and end.output.endswith(report)
+
+
+def test_a_refused_launch_is_shown_cause_first() -> None:
+    (end,) = run(set_up, [ALONE])
+    check_cause_comes_first(end.output, "LaunchError: This looks like a distributed job, but WORLD_SIZE")
+
+
+def fail_alone(rank: int) -> None:
+    ddpkit.setup()
+    if ddpkit.get_rank() == rank:
+        raise ValueError("bad image")
+    ddpkit.barrier()
+
+
+def test_torchruns_report_has_a_traceback_once(tmp_path: Path) -> None:
+    port = free_port()
+    envs = [platform_env(rank, 2, port, TORCHELASTIC_ERROR_FILE=str(tmp_path / f"{rank}")) for rank in range(2)]
+    other, _ = run(fail_alone, envs, 1)
+    reports = [json.loads((tmp_path / f"{rank}").read_text())["message"] for rank in range(2)]
+    shown = [report["extraInfo"]["py_callstack"] for report in reports]
+    assert 'raise ValueError("bad image")' in shown[1]
+    assert "ValueError: bad image" in shown[0] and "ddpkit.barrier()" in shown[0] and "raise" not in shown[0]
+    assert "raise ValueError" in reports[0]["message"] and "raise ValueError" in other.output
+
+
+def catch_before_setup() -> None:
+    before = sys.excepthook
+    with pytest.raises(ValueError, match="is not a device"):
+        ddpkit.setup(device="gpu")
+    assert sys.excepthook is not before
+    ddpkit.setup()
+    ddpkit.teardown()
+    assert sys.excepthook is before
+
+
+def test_a_caught_mistake_leaves_no_hook_behind_setup() -> None:
+    (end,) = run(catch_before_setup, [platform_env(0, 1, free_port())])
+    assert end.code == 0, end.output

@@ -134,7 +134,7 @@ def check_saveable(content: ByName) -> None:
         from_bytes(to_bytes(content))
     except Exception as error:
         name = _first_unsaveable(content)
-        raise CheckpointError(f"Cannot save {name}: {_reason(error)} {_ADVICE}") from error
+        raise CheckpointError(f"Cannot save {name}: {_reason(error)} {_ADVICE}") from None
 
 
 def read(path: Path, is_mapped: bool = False) -> tuple[dict[str, Any], str]:

@@ -87,6 +87,8 @@ def raise_problems(problems: list[str], cause: Exception | None = None) -> None:
     """Raise a CheckpointError with the ranks' problems if any has one; with one text if all have the same."""
     text = "\n".join(f"Rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem)
     if text:
+        if isinstance(cause, CheckpointError):
+            cause = None  # it says the same
         raise CheckpointError(problems[0] if len(set(problems)) == 1 else text) from cause
 
 

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import MismatchError, describe_error
+from ..errors import MismatchError, NotSetUpError, describe_error
 from ..job import current_job, lifecycle
 from ..job.device import control_device_of
 from ..job.job import Peers, group_of, ranks_of, subset_of
@@ -116,7 +116,7 @@ def raise_everywhere(call: str, peers: Peers | None = None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        with suppress(MismatchError):
+        with suppress(MismatchError, NotSetUpError):
             check_fingerprint(fingerprint_of(call, error=describe_error(error)), peers)
         raise
 

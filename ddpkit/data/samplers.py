@@ -17,7 +17,7 @@ from math import isqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from torch.utils.data import Sampler, get_worker_info
+from torch.utils.data import DataLoader, Sampler, get_worker_info
 
 from ..arguments import as_integer
 from ..errors import DdpkitError
@@ -538,6 +538,8 @@ class DistributedEvalSampler(Sampler[int]):
 
 
 def _length(dataset: Any) -> int:
+    if isinstance(dataset, DataLoader):
+        raise TypeError("A dataset is needed, but this is a DataLoader: pass its `dataset`.")
     if not hasattr(dataset, "__len__"):
         raise TypeError(f"A sampler needs a dataset with a length; {type(dataset).__name__} has no __len__.")
     if length := len(dataset):

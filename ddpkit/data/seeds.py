@@ -59,7 +59,10 @@ def seed_everything(seed: int, per_rank: bool = False) -> int:
         >>> seed_everything(7)
         7
     """
-    seed = operator.index(seed)  # NumPy's integers, too: random.seed() rejects them
+    try:
+        seed = operator.index(seed)  # NumPy's integers, too: random.seed() rejects them
+    except TypeError:
+        raise TypeError(f"A seed must be an integer, got {seed!r}.") from None
     if not 0 <= seed < 2**63:
         raise ValueError(f"A seed must be in [0, 2**63), got {seed}.")
     if per_rank:

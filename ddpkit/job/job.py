@@ -119,7 +119,7 @@ def checked_device(device: Any) -> torch.device | None:
     try:
         return torch.device(device)
     except RuntimeError as error:  # torch lists its device types
-        raise ValueError(f"device={device!r} is not a device: {error}") from error
+        raise ValueError(f"device={device!r} is not a device: {error}") from None
 
 
 # The ranks that take part in a call, if they are not all ranks of the job.

@@ -48,12 +48,14 @@ def fill_error_file(error: BaseException) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    seconds = int(time.time())
+    seconds, shown = int(time.time()), error
     if isinstance(error, PeerError):  # torchrun calls the earliest error the root cause
         seconds += 1
+        shown = PeerError(error.rank, error.host, error.error_type, error.message)  # the peer reports its traceback
+        shown.__traceback__ = error.__traceback__
     message = {
         "message": describe_error(error, _REPORT_LENGTH),
-        "extraInfo": {"py_callstack": trace_of(error), "timestamp": f"{seconds}"},
+        "extraInfo": {"py_callstack": trace_of(shown), "timestamp": f"{seconds}"},
     }
     with suppress(OSError), open(path, "w") as file:
         json.dump({"message": message}, file)

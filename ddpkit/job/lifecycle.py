@@ -12,19 +12,19 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ..arguments import suggest_option
-from ..errors import DdpkitError, LaunchError, NotSetUpError, report_of
+from ..errors import DdpkitError, LaunchError, NotSetUpError, is_ours, report_of
 from ..launch import ranks
 from ..launch.launch import Launch
 from ..launch.process_tree import Lost, unnested_launch
@@ -38,8 +38,10 @@ if TYPE_CHECKING:
     from ..rendezvous.session import Session
 
 log = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
 
-_hooks_left: tuple[Any, Any] | None = None  # torch's exception hook, still installed, and the one before it
+_hooks_left: tuple[Any, Any] | None = None  # an exception hook that is still installed, and the one before it
 _leaving: Job | None = None  # the job that this process is leaving, whose group no thread may adopt
 _forbidden_by = ""  # the caller of the current block without communication, if any
 _callers = threading.Lock()  # held while the thread that calls a job's collectives is chosen
@@ -47,6 +49,24 @@ _OLDEST_TORCH = "2.6"  # the first with torch.accelerator; also in pyproject.tom
 _FORKED = "This process was forked from a rank and is not one itself; start ranks with a launcher or ddpkit.spawn()."
 
 
+def _shown_cause_first(fn: Callable[P, T]) -> Callable[P, T]:
+    """Show an error that ends the script before it has a job like those of a job, to torchrun, too."""
+
+    @functools.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        global _hooks_left
+        try:
+            return fn(*args, **kwargs)
+        except Exception:
+            if current_job.job is None and sys.excepthook is sys.__excepthook__:
+                _hooks_left = _excepthook, sys.excepthook
+                sys.excepthook = _excepthook
+            raise
+
+    return call
+
+
+@_shown_cause_first
 def setup(
     *,
     backend: str | None = None,
@@ -350,6 +370,7 @@ def _at_child_exit() -> None:
     _leave()
 
 
+@_shown_cause_first
 @contextmanager
 def distributed(
     *,
@@ -465,6 +486,7 @@ def no_collectives(call: str) -> Iterator[None]:
         _forbidden_by = ""
 
 
+@_shown_cause_first
 def _join_group() -> Job | None:
     """Adopt a group that existed before any job; return None on one process without a group."""
     former = current_job.job
@@ -516,12 +538,13 @@ def _report(error: BaseException) -> BaseException:
     if job is not None and session is not None:
         error = session.explain(error, session) or error
         publish(error, session, job.watch)
-    fill_error_file(error)
+    if getattr(error, "is_failure", True):  # else of a child, which shares the rank's file
+        fill_error_file(error)
     return error
 
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    hook = _hook_that_shows(current_job.job) if current_job.job else sys.__excepthook__
+    hook = _hook_that_shows(current_job.job)
     shown = report(error)
     if shown is not error:
         shown.__cause__ = error
@@ -529,14 +552,16 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
     hook(kind, shown, trace)
 
 
-def _hook_that_shows(job: Job) -> Any:
+def _hook_that_shows(job: Job | None) -> Any:
     """Return an exception hook that shows ddpkit's errors with their cause first, unless the script has its own."""
-    former, prefix = job.former_hook, f"[rank{job.launch.rank}]: "
-    if job.first_hook is not sys.__excepthook__ and job.first_hook.__module__ != dist.distributed_c10d.__name__:
-        return former
+    former, prefix = sys.__excepthook__, ""
+    if job is not None:
+        former, prefix = job.former_hook, f"[rank{job.launch.rank}]: "
+        if job.first_hook is not sys.__excepthook__ and job.first_hook.__module__ != dist.distributed_c10d.__name__:
+            return former
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, DdpkitError):
+        if not is_ours(error):
             former(kind, error, trace)
             return
         sys.stderr.write("".join(prefix + line for line in report_of(error).splitlines(keepends=True)))

@@ -15,7 +15,6 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ import torch
 from torch.nn.modules import module as hooks
 
 from .. import LaunchError, detect_launch
+from ..errors import message_of
 from ..launch import detection
 from ..launch.process_tree import child_processes
 from ..rendezvous.store import host_on
@@ -351,10 +351,11 @@ def _run_as_main(script: Script) -> None:
 
 
 def describe(error: BaseException | None) -> str:
-    """Write an exception on one line, "" for none."""
+    """Write an exception on one line, without notes and details, "" for none."""
     if error is None:
         return ""
-    return traceback.format_exception_only(error)[-1].strip()
+    first = message_of(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first}".removesuffix(": ")
 
 
 def _exit_code(end: SystemExit) -> int:

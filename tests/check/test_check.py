@@ -25,6 +25,7 @@ from ddpkit.tools import cli
 from ddpkit.tools.check import facts as observed
 from ddpkit.tools.check import find_all
 from ddpkit.tools.check.facts import Facts, Order
+from ddpkit.tools.check.samples import _validated_in_training
 
 HERE = Path(__file__).parent
 LATE = 600.0  # seconds in which a check of a tiny script ends on any machine
@@ -303,10 +304,12 @@ def test_the_report_is_readable_and_names_line_evidence_and_fix(tmp_path: Path) 
 
 
 def test_the_report_of_a_script_that_fails_says_no_more_than_that(tmp_path: Path) -> None:
-    (tmp_path / "bad.py").write_text("1 / 0\n")
+    lines = 'import ddpkit\nraise ddpkit.CheckpointError("no file\\nin this folder")\n'
+    (tmp_path / "bad.py").write_text(lines)
     (ended,) = run(begin, [{"OMP_NUM_THREADS": "1"}], [str(tmp_path / "bad.py")], str(tmp_path), timeout=LATE)
     assert ended.code == 2 and "bad.py, 0 optimizer steps\n" in ended.output
     assert "nothing found" not in ended.output
+    assert re.search(r"^ended early: rank 0 failed after .*: CheckpointError: no file$", ended.output, re.MULTILINE)
 
 
 WEIGHTED = """
@@ -376,6 +379,32 @@ def test_a_rank_that_has_ended_parts_from_one_that_goes_on() -> None:
     (finding,) = find_all(facts)
     assert (finding.kind, str(finding.where)) == ("collective-order", "train.py:5")
     assert "rank 0 has ended" in finding.evidence
+
+
+def epoch(loader: str, base: int) -> dict[str, Any]:
+    lines = {key: [["train.py", 3, "main"]] for key in ("made", "where", "sampler_made", "lines", "split")}
+    of_sampler = {"sampler": "DistributedSampler", "has_epoch": True, "bounded": True, "rounds": 1, "replaces": False}
+    of_loader = {"iterable": False, "batch_size": 2, "drop_last": False, "workers": 0}
+    plan = [0, 1, 2] if loader == "train" else [0, 1]
+    return {
+        "kind": "epoch",
+        "loader": loader,
+        "number": 0,
+        "plan": plan,
+        "base": base,
+        **lines,
+        **of_sampler,
+        **of_loader,
+    }
+
+
+@pytest.mark.parametrize(("address", "kinds"), [(1, ["validation-seen"]), (2, [])])
+def test_datasets_at_one_address_of_two_processes_are_not_the_same(address: int, kinds: list[str]) -> None:
+    training = [{"kind": "trains", "loader": "train"}, epoch("train", 1)]
+    validating = epoch("valid", 1)
+    seen_by_both = Facts({0: [*training, epoch("valid", address)], 1: [validating]})
+    assert [finding.kind for finding in _validated_in_training(seen_by_both)] == kinds
+    assert list(_validated_in_training(Facts({0: training, 1: [validating]}))) == []
 
 
 def test_one_rank_has_nothing_to_compare() -> None:

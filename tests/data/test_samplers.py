@@ -8,6 +8,7 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 from torch.utils.data import DistributedSampler as TorchSampler
 
 import ddpkit
@@ -324,3 +325,9 @@ def test_a_place_that_is_given_asks_no_launcher(monkeypatch):
     assert list(DistributedEvalSampler(range(5), 2, 1)) == [1, 3]
     with pytest.raises(ddpkit.LaunchError):
         DistributedEvalSampler(range(5), 2)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_a_loader_in_place_of_its_dataset_is_refused_at_once(train):
+    with pytest.raises(TypeError, match="this is a DataLoader: pass its `dataset`"):
+        ddpkit.make_loader(DataLoader(range(4)), 2, train=train)

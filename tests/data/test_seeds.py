@@ -61,7 +61,7 @@ def test_a_seed_may_be_an_integer_of_any_kind(kind):
 
 @pytest.mark.parametrize("seed", [1.0, "1", None])
 def test_a_seed_that_is_no_integer_is_refused(seed):
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=f"A seed must be an integer, got {seed!r}"):
         seed_everything(seed)
 
 

@@ -280,7 +280,7 @@ def test_averaging_brings_the_means_after_the_block_and_no_gradients_within(worl
         assert found["hidden"] and found["kept"]
         assert found["total"] == sum(range(world_size))
         assert found["means"][0] == found["means"][1] == results[0]["means"][0]
-        assert "leave the block of averaging()" in found["message"]
+        assert "call backward() before the block of averaging()" in found["message"]
 
 
 def _fail_meanwhile(folder: Path) -> None:

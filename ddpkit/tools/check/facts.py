@@ -451,7 +451,8 @@ class Watch:
         if hanging and not self._order.parted and not self._waits_for_helpers():
             return self._describe_hanging()
         if not steps:
-            return "the script ended without a step of a torch optimizer", self._ranks.all[0].tail()
+            trouble = "the script ended without a step of a torch optimizer; did it resume a finished run?"
+            return trouble, self._ranks.all[0].tail()
         return "", []
 
     def _describe_hanging(self) -> tuple[str, list[str]]:

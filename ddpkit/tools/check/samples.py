@@ -231,11 +231,13 @@ def _epochs_of_lines(facts: Facts) -> Iterator[list[Epoch]]:
 
 def _validated_in_training(facts: Facts) -> Findings:
     """Find an evaluation on a part of the training samples, if there is none on others."""
-    known: dict[str, Epoch] = {}
+    known = {epoch.loader: epoch for epoch in facts.first(Epoch)}  # a base is known by an address, of one process
     trained: set[tuple[int, int]] = set()  # a dataset, and an index
     others: dict[str, set[tuple[int, int]]] = {}
     for epoch in facts.all(Epoch) if facts.are_replicas else facts.first(Epoch):
-        base = known.setdefault(epoch.loader, epoch).base
+        if epoch.loader not in known:
+            continue
+        base = known[epoch.loader].base
         samples = {(base, index) for index in epoch.plan or ()}
         if epoch.loader in facts.training:
             trained |= samples

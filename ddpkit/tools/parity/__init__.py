@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-n", "--ranks", type=several, default=2, metavar="N", help="processes to start (2)")
     add("--steps", type=positive, default=5, metavar="N", help="optimizer steps that are compared (5)")
     add("--reference", metavar="FILE", help="the script of one process; without it, the same with its arguments")
-    more = "arguments of the script on one process, added to those of the same script"
+    more = "all arguments of the reference; without one, more for the script on one process"
     add("--reference-args", type=checked_by(shlex.split), default="", metavar="ARGS", help=more)
     add("--keep-dropout", dest="keep", action="append_const", const="dropout", help="leave dropout on")
     kept = "let batch norm use the statistics of each batch"
