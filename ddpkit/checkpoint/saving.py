@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ..collectives.differences import differing_parts, explain_sharded, list_lines
 from ..collectives.groups import peers_of
 from ..collectives.ops import all_gather_object
+from ..collectives.transfer import gather_objects
 from ..data.seeds import get_rng_state
 from ..errors import CheckpointError, PeerError
 from ..job import current_job, lifecycle
@@ -122,22 +123,21 @@ def collect(path: Path, score: float | None, values: ByName, own: ByName) -> tup
             value.consolidate_state_dict(to=0)  # like ZeroRedundancyOptimizer: only rank 0 has all of it
     tensors: dict[str, Any] = {}  # the sharded ones, by path
 
-    def take() -> tuple[dict[str, Any], bytes]:
+    def take() -> tuple[dict[str, Any], tuple[bytes, dict[str, Any]]]:
         # before states are taken: FSDP's state_dict() would communicate
         refuse_sharded(_CALL, [*without_dtensors(tensors_in(values)), *tensors_in(own)])
         content = _take_states("state", values if is_main_process() else compared, tensors)
         mine = _take_states("per_rank", own, {})
         check_saveable({"state": content["state"], "per_rank": mine["per_rank"]})
-        data = to_bytes([mine, get_rng_state(), describe_parts(tensors)])
-        return {"format": FORMAT, "step": step_of(path.name), "score": score, **content}, data
+        ranks_own = to_bytes(mine) if own else b"", get_rng_state()
+        return {"format": FORMAT, "step": step_of(path.name), "score": score, **content}, ranks_own
 
-    content, data = try_on_all(take)
-    by_rank = map(from_bytes, all_gather_object(data))
-    parts, rng_states, described = map(list, zip(*by_rank, strict=True))
-    content["rng"] = rng_states
+    content, ranks_own = try_on_all(take)
+    by_rank = gather_objects(_CALL, ranks_own, to_all=False)
+    content["rng"] = [rng_state for _, rng_state in by_rank]
     if own:
-        content["per_rank"] = parts
-    pieces = WrittenPieces(path, tensors, described)
+        content["per_rank"] = [from_bytes(data) for data, _ in by_rank]
+    pieces = WrittenPieces(path, tensors, all_gather_object(describe_parts(tensors)))
     if pieces.entry:
         content["format"] = FORMAT_WITH_PIECES
         content["sharded"] = pieces.entry

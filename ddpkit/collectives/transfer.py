@@ -142,11 +142,13 @@ def gather_trees(call: str, value: Any, peers: Peers | None) -> list[Any]:
     return [tree.rebuild(map(from_rows, parts, tensors.values())) for parts in gathered]
 
 
-def gather_objects(call: str, obj: Any, peers: Peers | None = None) -> list[Any]:
-    """Give every rank the objects of all ranks, as pickled copies. Collective."""
+def gather_objects(call: str, obj: Any, peers: Peers | None = None, *, to_all: bool = True) -> list[Any]:
+    """Give every rank, or the first alone, the objects of all ranks, as pickled copies. Collective."""
     with raise_everywhere(call, peers):
         rows = bytes_as_tensor(pickled(call, obj)).unsqueeze(1)
-    gathered = gather_rows(fingerprint_of(call), [rows], peers)
+    gathered = gather_rows(fingerprint_of(call), [rows], peers, to_all=to_all)
+    if not to_all and ranks.get_rank() != ranks_of(peers)[0]:
+        return []
     return [pickle.loads(part.numpy().data) for (part,) in gathered]
 
 
@@ -204,9 +206,9 @@ def from_rows(rows: Tensor, like: Tensor) -> Tensor:
 
 
 def gather_rows(
-    fingerprint: str, matrices: list[Tensor], peers: Peers | None, check: bool = True
+    fingerprint: str, matrices: list[Tensor], peers: Peers | None, check: bool = True, to_all: bool = True
 ) -> list[list[Tensor]]:
-    """Gather matrices of bytes, by rank. Collective.
+    """Gather matrices of bytes, by rank; if not on all ranks, those of others are arbitrary. Collective.
 
     Each has its own number of rows on each rank; without check, the same on all. Small ones travel with the check.
     """
@@ -228,7 +230,8 @@ def gather_rows(
         if sizes.max() <= _BYTES * room:
             words = sums[:, len(matrices) :]
             return [_from_words(*each, matrices) for each in zip(words, counts.tolist(), strict=True)]
-    gathered = [_gather_padded(rows, each, peers) for rows, each in zip(matrices, counts.T.tolist(), strict=True)]
+    pairs = zip(matrices, counts.T.tolist(), strict=True)
+    gathered = [_gather_padded(rows, lengths, peers, to_all) for rows, lengths in pairs]
     return [[parts[i] for parts in gathered] for i in range(len(everyone))]
 
 
@@ -246,16 +249,21 @@ def _from_words(words: Numbers, counts: list[int], like: list[Tensor]) -> list[T
     return [part.view(shape).to(rows.device) for part, shape, rows in zip(parts, shapes, like, strict=True)]
 
 
-def _gather_padded(rows: Tensor, counts: list[int], peers: Peers | None) -> list[Tensor]:
+def _gather_padded(rows: Tensor, counts: list[int], peers: Peers | None, to_all: bool) -> list[Tensor]:
     """Gather a matrix of bytes, padded to the most rows that a rank has. Collective."""
     device = communication_device(rows.device, peers)
     padded = rows.to(device)
     if len(rows) < max(counts):
         padded = torch.zeros((max(counts), rows.shape[1]), dtype=torch.uint8, device=device)
         padded[: len(rows)] = rows
-    parts = [torch.empty_like(padded) for _ in counts]
+    first = ranks_of(peers)[0]
+    receives = to_all or ranks.get_rank() == first
+    parts = [torch.empty_like(padded) for _ in counts] if receives else [padded] * len(counts)
     if padded.numel():
         with current_job.peer_errors():
-            dist.all_gather(parts, padded, group=group_of(peers))
+            if to_all:
+                dist.all_gather(parts, padded, group=group_of(peers))
+            else:
+                dist.gather(padded, parts if receives else None, first, group_of(peers))
     pairs = zip(parts, counts, strict=True)
     return [part[:count].to(rows.device) for part, count in pairs]
