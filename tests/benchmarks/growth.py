@@ -14,7 +14,6 @@ import argparse
 import gc
 import os
 import socket
-import statistics
 import sys
 import tempfile
 import time
@@ -164,7 +163,8 @@ def simulate(ranks: int) -> None:
     for name in begins:
         seconds = f"{ends[name] - begins[name]:.2f}" if name in ends else f"(told: {len(told)})"
         traffic = sent[f"messages {name}"], sent[f"bytes {name}"]
-        print(f"| {ranks} | {name} | {seconds} | {requests[name] / ranks:.1f} | {traffic[0]} | {traffic[1]} |", flush=True)
+        asked = f"{requests[name] / ranks:.1f}"
+        print(f"| {ranks} | {name} | {seconds} | {asked} | {traffic[0]} | {traffic[1]} |", flush=True)
     Store._call, Socket._transmit = call, transmit  # type: ignore[method-assign]
     world.close()
 
@@ -184,7 +184,7 @@ def main() -> None:
         import search
 
         search.put_in_place()
-        print("| ranks | what | s | requests a rank | watch messages | their bytes |\n|---|---|---|---|---|---|", flush=True)
+        print(f"| ranks | what | s | requests a rank | watch messages | their bytes |\n|{'---|' * 6}", flush=True)
     for ranks in args.simulated:
         gc.disable()
         simulate(ranks)
