@@ -98,6 +98,13 @@ def setup(app):
     app.connect("autodoc-process-signature", show_signature)
     app.connect("doctree-read", shorten_overloads)
     app.connect("missing-reference", use_documented_name, priority=400)  # before intersphinx looks
+    app.connect("html-page-context", let_names_break)
+
+
+def let_names_break(app, page, template, context, doctree):
+    """Let code break behind the words of a name, where a narrow table has no room for it."""
+    code = re.compile(r'(?<=<span class="pre">)[^<]+')
+    context["body"] = code.sub(lambda found: re.sub(r"(?<=[_.(=])(?=\w)", "<wbr>", found[0]), context.get("body", ""))
 
 
 def show_collective(app, what, name, obj, options, lines):
