@@ -242,11 +242,11 @@ def _as_words(matrices: list[Tensor], room: int) -> Numbers:
 
 
 def _from_words(words: Numbers, counts: list[int], like: list[Tensor]) -> list[Tensor]:
-    """Read matrices with so many rows, each with the columns and on the device of another."""
+    """Read matrices with so many rows, each with the columns and on the device of another, and in memory of its own."""
     shapes = [(count, rows.shape[1]) for count, rows in zip(counts, like, strict=True)]
     sizes = list(map(math.prod, shapes))
     parts = torch.from_numpy(words.astype("<u4").view(np.uint8))[: sum(sizes)].split_with_sizes(sizes)
-    return [part.view(shape).to(rows.device) for part, shape, rows in zip(parts, shapes, like, strict=True)]
+    return [part.view(shape).to(rows.device, copy=True) for part, shape, rows in zip(parts, shapes, like, strict=True)]
 
 
 def _gather_padded(rows: Tensor, counts: list[int], peers: Peers | None, to_all: bool) -> list[Tensor]:

@@ -40,6 +40,7 @@ def gathered() -> dict[str, Any]:
         "uneven": all_gather(grown),
         "scalar": all_gather(torch.tensor(rank)),
         "crowded": crowded,
+        "mixed": all_gather({"bytes": torch.arange(3).byte() + rank, "doubles": torch.arange(2.0).double()}),
         "empty": all_gather(torch.zeros(0, 3)),
         "no columns": all_gather(torch.zeros(rank, 0)),
         "transposed": all_gather(torch.arange(6).reshape(2, 3).T + rank),
@@ -59,6 +60,9 @@ def test_all_gather_gives_every_rank_each_tensor_as_it_was(world: int) -> None:
             uneven = got["uneven"][other]
             assert torch.equal(uneven, torch.arange(2.0 * other).reshape(other, 2))
             assert got["scalar"][other].shape == () and got["scalar"][other].item() == other
+            mixed = got["mixed"][other]
+            assert mixed["bytes"].tolist() == [other, other + 1, other + 2] and mixed["doubles"].tolist() == [0, 1]
+            assert mixed["bytes"].untyped_storage().nbytes() == 3  # its own
             assert got["crowded"][other].tolist() == list(range(other))
             assert got["empty"][other].shape == (0, 3) and got["no columns"][other].shape == (other, 0)
             assert torch.equal(got["transposed"][other], torch.arange(6).reshape(2, 3).T + other)
