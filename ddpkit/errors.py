@@ -298,10 +298,14 @@ def docs_line(page: str) -> str:
 
 def is_ours(error: BaseException) -> bool:
     """Return whether ddpkit raised an error on purpose, so that its own frames explain nothing."""
+    if isinstance(error, DdpkitError):
+        return True
     stack = traceback.extract_tb(error.__traceback__)
-    if hasattr(error, "_page") or error.__cause__ is not None or not stack:
-        return hasattr(error, "_page")
-    return stack[-1].filename.startswith(_PACKAGE) and f"{stack[-1].line}".startswith("raise ")
+    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if before is not None or hasattr(error, "__notes__") or not stack:  # there is more to show
+        return False
+    is_raised_here = stack[-1].filename.startswith(_PACKAGE) and f"{stack[-1].line}".startswith("raise ")
+    return is_raised_here or hasattr(error, "_page")
 
 
 def report_of(error: BaseException) -> str:
@@ -322,7 +326,7 @@ def report_of(error: BaseException) -> str:
 def _is_internal(frame: traceback.FrameSummary) -> bool:
     """Return whether a frame is ddpkit's, or of a block or a dataclass of its."""
     is_of_dataclass = frame.filename == "<string>" and frame.name == "__init__"
-    is_of_block = frame.filename.endswith("contextlib.py")  # torch's decorators, too
+    is_of_block = os.path.basename(frame.filename) in ("contextlib.py", "_contextlib.py")  # torch's decorators, too
     return is_of_dataclass or is_of_block or frame.filename.startswith(_PACKAGE)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -128,3 +129,58 @@ def catch_before_setup() -> None:
 def test_a_caught_mistake_leaves_no_hook_behind_setup() -> None:
     (end,) = run(catch_before_setup, [platform_env(0, 1, free_port())])
     assert end.code == 0, end.output
+
+
+def fail_while_handling() -> None:
+    ddpkit.setup()
+    try:
+        raise RuntimeError("the real bug")
+    except RuntimeError:
+        ddpkit.all_reduce(1, "product")  # type: ignore[call-overload]
+
+
+def fail_with_a_note() -> None:
+    ddpkit.setup()
+    try:
+        ddpkit.all_reduce(1, "product")  # type: ignore[call-overload]
+    except ValueError as error:
+        if sys.version_info >= (3, 11):
+            error.add_note("while reading config.yaml")
+        raise
+
+
+def test_what_led_to_a_mistake_and_its_notes_are_shown() -> None:
+    for script, words in ((fail_while_handling, "the real bug"), (fail_with_a_note, "while reading config.yaml")):
+        (end,) = run(script, [platform_env(0, 1, free_port())])
+        if script is fail_while_handling or sys.version_info >= (3, 11):
+            assert end.code == 1 and words in end.output, end.output
+
+
+def chain_hooks() -> None:
+    with pytest.raises(ValueError, match="is not a device"):
+        ddpkit.setup(device="gpu")
+    former = sys.excepthook
+
+    def mine(kind: Any, error: Any, trace: Any) -> None:
+        print("mine", file=sys.stderr)
+        former(kind, error, trace)
+
+    sys.excepthook = mine
+    ddpkit.setup()
+    raise RuntimeError("broken")
+
+
+def test_a_hook_that_was_chained_before_the_job_is_called_once() -> None:
+    (end,) = run(chain_hooks, [platform_env(0, 1, free_port())])
+    assert end.code == 1 and end.output.count("mine") == 1 and "RuntimeError: broken" in end.output, end.output
+
+
+def test_a_program_of_a_rank_does_not_report_for_it(tmp_path: Path) -> None:
+    program = "import ddpkit; ddpkit.all_reduce(1.0)"
+    rank = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {program!r}]).returncode)"
+    file = tmp_path / "error.json"
+    env = {**os.environ, **platform_env(1, 2, free_port()), "TORCHELASTIC_ERROR_FILE": str(file)}
+    for script, reports in ((rank, False), (program, True)):
+        ended = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+        assert ended.returncode == 1 and ended.stderr.startswith("NotSetUpError"), ended.stderr
+        assert file.exists() == reports

@@ -205,11 +205,10 @@ class SummedFile:
     def write(self, data: bytes | memoryview) -> int:
         """Write bytes, and sum many of them meanwhile: both take as long."""
         self.check()
-        if len(data) < _BLOCK or not threading.main_thread().is_alive():  # at exit, Python may start no thread
+        summing = threading.Thread(target=self._sum, args=[data])
+        if len(data) < _BLOCK or not _starts(summing):
             self._sum(data)
             return self.file.write(data)
-        summing = threading.Thread(target=self._sum, args=[data])
-        summing.start()
         try:
             return self.file.write(data)
         finally:
@@ -222,6 +221,15 @@ class SummedFile:
         """Write the last line."""
         self.file.write(_last_line(self._crc))
         self.flush()
+
+
+def _starts(thread: threading.Thread) -> bool:
+    """Start a thread; return whether it has started: at exit, Python 3.12 starts none."""
+    try:
+        thread.start()
+    except RuntimeError:
+        return False
+    return True
 
 
 def verify(file: BinaryIO) -> str:

@@ -123,7 +123,7 @@ def collect(path: Path, score: float | None, values: ByName, own: ByName) -> tup
             value.consolidate_state_dict(to=0)  # like ZeroRedundancyOptimizer: only rank 0 has all of it
     tensors: dict[str, Any] = {}  # the sharded ones, by path
 
-    def take() -> tuple[dict[str, Any], tuple[bytes, dict[str, Any]]]:
+    def take() -> tuple[dict[str, Any], Any]:
         # before states are taken: FSDP's state_dict() would communicate
         refuse_sharded(_CALL, [*without_dtensors(tensors_in(values)), *tensors_in(own)])
         content = _take_states("state", values if is_main_process() else compared, tensors)

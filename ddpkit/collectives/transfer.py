@@ -39,7 +39,6 @@ from .tree import (
 )
 
 _BYTES = 4  # that a number of the check's block carries: 32 bits are exact in a float64
-_SMALL = _BYTES * (PAYLOAD - 1)  # bytes of a broadcast that travel there
 
 # Pickles for other ranks: tensors of any dtype, without the memory around a view, and never one rank's shard.
 
@@ -102,13 +101,11 @@ def broadcast_value(value: Any, src: Any, peers: Peers | None = None) -> Any:
 @untraced
 def broadcast_bytes(call: str, data: bytes, src: int, peers: Peers | None = None, most: float = math.inf) -> bytes:
     """Give every rank the bytes that rank `src` holds, at most so many; the others hold none. Collective."""
-    start = data[:_SMALL].ljust(_SMALL, b"\0")
-    words = np.frombuffer(start, "<u4")
-    sums = add_up(fingerprint_of(call), np.append(float(len(data)), words), peers)
+    sums = add_up(fingerprint_of(call), np.append(float(len(data)), _as_words(data, PAYLOAD - 1)), peers)
     size = sums[0]
     if not 0 <= size <= most:
         raise MismatchError(f"{call}: rank {src} sends {size:g} bytes, but this rank expects at most {most:g}.")
-    if size <= _SMALL:
+    if size <= _BYTES * (PAYLOAD - 1):
         return sums[1:].astype("<u4").tobytes()[: int(size)]
     buffer = bytes_as_tensor(data) if data else torch.empty(int(size), dtype=torch.uint8, device="cpu")
     return broadcast_tensor(buffer, src, peers).numpy().tobytes()
@@ -220,10 +217,12 @@ def gather_rows(
         check_real()
         own = everyone.index(ranks.get_rank())
         room = max(0, PAYLOAD // len(everyone) - len(matrices))  # numbers for a rank's bytes, after its counts
+        if any(rows.is_cuda for rows in matrices):  # each would be a copy
+            room = 0
         numbers = np.zeros((len(everyone), len(matrices) + room))
         numbers[own, : len(matrices)] = counts[own]
         if sum([rows.numel() for rows in matrices]) <= _BYTES * room:
-            numbers[own, len(matrices) :] = _as_words(matrices, room)
+            numbers[own, len(matrices) :] = _as_words(b"".join([rows.numpy().tobytes() for rows in matrices]), room)
         sums = add_up(fingerprint, numbers.reshape(-1), peers).reshape(numbers.shape)
         counts = sums[:, : len(matrices)].astype(np.int64)
         sizes = counts @ [rows.shape[1] for rows in matrices]
@@ -235,18 +234,17 @@ def gather_rows(
     return [[parts[i] for parts in gathered] for i in range(len(everyone))]
 
 
-def _as_words(matrices: list[Tensor], room: int) -> Numbers:
-    """Write the bytes of matrices as so many numbers."""
-    data = b"".join([rows.cpu().numpy().tobytes() for rows in matrices])
-    return np.frombuffer(data.ljust(_BYTES * room, b"\0"), "<u4").astype(np.float64)
+def _as_words(data: bytes, room: int) -> Any:
+    """Write the first bytes as so many numbers."""
+    return np.frombuffer(data[: _BYTES * room].ljust(_BYTES * room, b"\0"), "<u4")
 
 
 def _from_words(words: Numbers, counts: list[int], like: list[Tensor]) -> list[Tensor]:
-    """Read matrices with so many rows, each with the columns and on the device of another, and in memory of its own."""
+    """Read matrices with so many rows, each with the columns of another, in memory of their own."""
     shapes = [(count, rows.shape[1]) for count, rows in zip(counts, like, strict=True)]
     sizes = list(map(math.prod, shapes))
     parts = torch.from_numpy(words.astype("<u4").view(np.uint8))[: sum(sizes)].split_with_sizes(sizes)
-    return [part.view(shape).to(rows.device, copy=True) for part, shape, rows in zip(parts, shapes, like, strict=True)]
+    return [part.view(shape).clone() for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _gather_padded(rows: Tensor, counts: list[int], peers: Peers | None, to_all: bool) -> list[Tensor]:

@@ -266,7 +266,7 @@ class ResumableSampler(Sampler[int], ABC):
 
     def __iter__(self) -> Iterator[int]:
         self.place.check(type(self).__name__)
-        return _Indices.of(self)
+        return _Indices(self)
 
     @property
     def num_samples(self) -> int:
@@ -319,11 +319,10 @@ class _Indices(chain[int]):
 
     _blocks: _Blocks
 
-    @classmethod
-    def of(cls, sampler: ResumableSampler) -> _Indices:
+    def __new__(cls, sampler: ResumableSampler) -> _Indices:
         """Begin a pass."""
         blocks = _Blocks(sampler)
-        indices: Any = cls.from_iterable(blocks)
+        indices: Any = super().from_iterable(blocks)
         indices._blocks = blocks
         return indices  # type: ignore[no-any-return]
 
@@ -332,7 +331,7 @@ class _Indices(chain[int]):
         return {"consumed": self._blocks.consumed()}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue behind the samples drawn; the sampler's next pass begins at the front, as in torch."""
+        """Continue behind the samples drawn, unless all were; the next pass begins at the front, as in torch."""
         self._blocks.begin(state["consumed"])
         self._blocks.sampler.consumed = state["consumed"]
         self._blocks.sampler.start = 0

@@ -228,7 +228,7 @@ def choose_together(
     asked = {"shared": device is not None, "backend": backend}
     choice = {"error": problem, "device": name, "kind": chosen.type, **asked}
     texts = session.exchange(json.dumps(choice), "devices")
-    read = {text: parse(text, "choice", _CHOICE) for text in set(texts)}
+    read = {text: parse(text, f"choice of rank {texts.index(text)}", _CHOICE) for text in set(texts)}
     choices = [read[text] for text in texts]
     _check_choices(choices)
     shared = _check_sharing(session, choices)

@@ -27,7 +27,7 @@ from ..arguments import suggest_option
 from ..errors import DdpkitError, LaunchError, NotSetUpError, is_ours, report_of
 from ..launch import ranks
 from ..launch.launch import Launch
-from ..launch.process_tree import Lost, unnested_launch
+from ..launch.process_tree import Lost, find_agent, unnested_launch
 from ..torch_internals import groups, in_autograd_thread, torch_is_before
 from . import current_job
 from .device import bind_device, choose_device, is_same_device
@@ -59,8 +59,8 @@ def _shown_cause_first(fn: Callable[P, T]) -> Callable[P, T]:
             return fn(*args, **kwargs)
         except Exception:
             if current_job.job is None and sys.excepthook is sys.__excepthook__:
-                _hooks_left = _excepthook, sys.excepthook
-                sys.excepthook = _excepthook
+                _hooks_left = _excepthook_without_job, sys.excepthook
+                sys.excepthook = _excepthook_without_job
             raise
 
     return call
@@ -191,8 +191,7 @@ def _begin(asked: Options, opened: OpenStore | None = None, lost: Lost = str) ->
             _install_hooks(job)
     except BaseException as error:
         current_job.job = job
-        is_failure = not isinstance(error, LaunchError) or error.is_failure
-        cause = report(error) if is_failure else error
+        cause = report(error) if _is_failure(error) else error
         _leave()
         current_job.open_stores.clear()
         try:
@@ -538,18 +537,32 @@ def _report(error: BaseException) -> BaseException:
     if job is not None and session is not None:
         error = session.explain(error, session) or error
         publish(error, session, job.watch)
-    if getattr(error, "is_failure", True):  # else of a child, which shares the rank's file
+    agent = None if job is not None else find_agent(os.environ, os.getpid())
+    is_rank = agent is None or agent.pid == os.getppid()  # and no program of one, which shares the rank's file
+    if is_rank and _is_failure(error):
         fill_error_file(error)
     return error
 
 
+def _is_failure(error: BaseException) -> bool:
+    """Return whether an error ends the job, and not only a process beside it."""
+    return not isinstance(error, LaunchError) or error.is_failure
+
+
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    hook = _hook_that_shows(current_job.job)
+    _report_and_show(_hook_that_shows(current_job.job), error, trace)
+
+
+def _excepthook_without_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    _report_and_show(_hook_that_shows(None), error, trace)  # a job's hook may lead here
+
+
+def _report_and_show(hook: Any, error: BaseException, trace: TracebackType | None) -> None:
     shown = report(error)
     if shown is not error:
         shown.__cause__ = error
-        kind, shown = type(shown), shown.with_traceback(trace)
-    hook(kind, shown, trace)
+        shown = shown.with_traceback(trace)
+    hook(type(shown), shown, trace)
 
 
 def _hook_that_shows(job: Job | None) -> Any:

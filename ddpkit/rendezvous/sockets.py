@@ -94,7 +94,10 @@ def sockets_beside(listener: bytes) -> set[int]:
         listener: Its address in the kernel's form, with anything after it.
     """
     numbers = dict(_open_sockets())
-    for descriptor in set(map(int, os.listdir("/proc/self/fd"))) - numbers.keys():
+    others: set[int] = set()
+    with suppress(OSError):
+        others = set(map(int, os.listdir("/proc/self/fd"))) - numbers.keys()
+    for descriptor in others:
         polled: list[str] = []
         with suppress(OSError):
             if os.readlink(f"/proc/self/fd/{descriptor}") == "anon_inode:[eventpoll]":

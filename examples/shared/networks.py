@@ -60,6 +60,17 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+@contextmanager
+def trying(model: nn.Module) -> Iterator[None]:
+    """Call a model in evaluation in a block; afterwards its buffers are what they were, also those that it replaces."""
+    held = [(module, *pair) for module in model.modules() for pair in module.named_buffers(recurse=False)]
+    former = [(*place, buffer, buffer.clone()) for *place, buffer in held if not is_lazy(buffer)]
+    with torch.no_grad(), evaluating(model):
+        yield
+        for module, name, buffer, value in former:
+            module._buffers[name] = buffer.copy_(value)
+
+
 def check_output(setting: str, found: object, shape: Sequence[int] | None = None, names: str = "") -> None:
     """Raise if a module of the user's returns no tensor, another shape, or in training a tensor without a gradient."""
     if not isinstance(found, Tensor):

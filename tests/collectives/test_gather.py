@@ -34,7 +34,8 @@ def gathered() -> dict[str, Any]:
     grown = torch.arange(2.0 * rank).reshape(rank, 2)
     kinds = (torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float16, torch.complex64, torch.uint16)
     typed = [(kind, all_gather(torch.tensor([rank, 1]).to(kind))) for kind in kinds]
-    with patch("ddpkit.collectives.consistency.PAYLOAD", 0):  # as on more ranks than the first block has room for
+    modules = [f"ddpkit.collectives.{name}.PAYLOAD" for name in ("consistency", "transfer")]
+    with patch(modules[0], 0), patch(modules[1], 0):  # as on more ranks than the first block has room for
         crowded = all_gather(torch.arange(rank))
     return {
         "uneven": all_gather(grown),

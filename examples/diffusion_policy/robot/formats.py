@@ -132,6 +132,8 @@ class Robomimic:
         self.path = path
         self.file = h5py.File(path, "r")
         data = self.file["data"]
+        if gone := [name for name, demo in data.items() if demo is None]:
+            raise UserError(f"{path}: {', '.join(gone)} in data are links to files that are not there")
         self.demos = {name: demo for name, demo in data.items() if isinstance(demo, h5py.Group)}
         self.env_id = (json.loads(data.attrs.get("env_args", "{}")) or {}).get("env_name") or ""
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from shared.networks import average_of, check_order, check_output, check_sizes, evaluating, update_average
+from shared.networks import average_of, check_order, check_output, check_sizes, evaluating, trying, update_average
 from shared.program import UserError, users_code
 from torch import nn
 
@@ -68,14 +68,13 @@ class DiffusionPolicy(nn.Module):
         found = self._run_network(noisy, step, self._see(batch))
         return (found - (noise if self.finds_noise else actions)).square().mean((1, 2))
 
-    @torch.no_grad()
     def try_out(self, batch: dict[str, torch.Tensor]) -> None:
         """Call the policy once in evaluation: it may return something else, and lazy modules get their sizes."""
-        with evaluating(self), users_code(f"{NETWORK}: the network fails"):
+        with trying(self), users_code(f"{NETWORK}: the network fails"):
             self(batch)
             if self.prediction_horizon == self.action_size:
-                longer, seen = batch["actions"].repeat(1, 2, 1), self._see(batch)
-                check_order(NETWORK, lambda: self.network(longer, batch["step"], seen), longer.shape, SHAPE)
+                fewer, seen = batch["actions"][:, ::2], self._see(batch)
+                check_order(NETWORK, lambda: self.network(fewer, batch["step"], seen), fewer.shape, SHAPE)
         check_sizes(NETWORK, self.network)
         if not any(parameter.requires_grad for parameter in self.parameters()):
             raise UserError(f"{NETWORK}: the network has no parameters to train")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from shared.networks import check_order, check_output, check_sizes, evaluating, make_module
+from shared.networks import check_order, check_output, check_sizes, make_module, trying
 from shared.program import users_code
 from torch import Tensor, nn
 
@@ -42,11 +42,10 @@ def check_restored(frames: Tensor, shape: Sequence[int]) -> None:
     check_output("netG.net_type", frames, shape, SHAPE)
 
 
-@torch.no_grad()
 def try_out(net: nn.Module, sample: Mapping[str, NDArray[Any]], device: torch.device) -> None:
     """Call a network once in evaluation, where it may return something else; lazy modules get their sizes."""
     part = as_float({name: torch.from_numpy(values)[None] for name, values in sample.items()}, device)
-    with evaluating(net), users_code("netG.net_type: the network fails"):
+    with trying(net), users_code("netG.net_type: the network fails"):
         check_restored(net(*inputs(part)), part["H"].shape)
         if part["H"].shape[1] == part["H"].shape[2]:
             two = {name: values[:, :2] for name, values in part.items()}

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
-from shared.networks import evaluating
+from shared.networks import evaluating, trying
 from shared.program import UserError, user_error
 from skimage.metrics import structural_similarity
 from torch import Tensor, nn
@@ -96,17 +96,17 @@ def find_test_clips(opt: Mapping[str, Any]) -> list[Clip]:
 
 
 def try_clips(net: nn.Module, clips: Iterable[Clip], opt: Mapping[str, Any], device: torch.device) -> None:
-    """Restore a black clip of each size that the clips are cut into, so that what would fail in a test fails now."""
+    """Restore a clip of noise of each size that clips are cut into, so that what would fail in a test fails now."""
     val = opt["val"]
     most = val["num_frame_testing"], val["size_patch_testing"], val["size_patch_testing"]
     wholes = [(len(clip), *clip.shapes["L"][:2]) for clip in clips]
     sizes = {tuple(min(size, limit or size) for size, limit in zip(whole, most, strict=True)) for whole in wholes}
     for frames, height, width in sorted(sizes):
-        black = {"L": torch.zeros(frames, 3, height, width, dtype=torch.uint8)}
+        noise = {"L": torch.randint(256, (frames, 3, height, width), dtype=torch.uint8)}
         if has_spikes(opt):
-            black["S"] = torch.zeros(frames, WINDOW, height // 2, width // 2, dtype=torch.uint8)
-        with evaluating(net):
-            restore(net, black, opt, device)
+            noise["S"] = torch.randint(2, (frames, WINDOW, height // 2, width // 2), dtype=torch.uint8)
+        with trying(net):
+            restore(net, noise, opt, device)
 
 
 def test(

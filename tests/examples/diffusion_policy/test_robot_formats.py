@@ -323,6 +323,11 @@ def test_robomimics_files_may_hold_more_and_name_no_environment(tmp_path: Path) 
     assert len(index.folders[0]) == len(LENGTHS) and index.env_id == ""
     with pytest.raises(UserError, match="mask/gone lists demo_9, not there in data"):
         scan(read_config([f"train.data_path={path}", "train.hdf5_filter_key=gone"]))
+    path = str(tmp_path / "linked.hdf5")
+    with h5py.File(path, "w") as file:
+        file.create_group("data")["demo_0"] = h5py.ExternalLink("gone.hdf5", "data/demo_0")
+    with pytest.raises(UserError, match="demo_0 in data are links to files that are not there"):
+        scan(read_config([f"train.data_path={path}"]))
     path = str(tmp_path / "flat.hdf5")
     with h5py.File(path, "w") as file:
         file["data"] = [1.0]

@@ -456,7 +456,7 @@ def test_what_cannot_be_done_is_said_once_and_ends_every_rank(
         "algo.network.class=somebodys.nets:TalkativeNoise": "algo.network.class: it must return one tensor, but it "
         "returned a tuple",
         "algo.network.class=somebodys.nets:TurnedNoise algo.horizon.action_horizon=2 "
-        "algo.horizon.prediction_horizon=4": r"it must return .*, here \(1, 8, 4\), but it returned \(1, 4, 8\)",
+        "algo.horizon.prediction_horizon=4": r"it must return .*, here \(1, 2, 4\), but it returned \(1, 4, 2\)",
         "algo.network.class=somebodys.nets:LaterNoise": "class: aside.weight, aside.bias got no size by a call in eval",
         "algo.network.class=somebodys.nets:Silent": "algo.network.class: the network has no parameters to train",
         "algo.network.class=somebodys.nets:no_noise": "algo.network.class: somebodys.nets:no_noise must make a "

@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import on_ranks
 from processes import Ended, free_port, platform_env, run
-from shared.networks import NO_STEP, evaluating, find_class, stop_if_not_finite
+from shared.networks import NO_STEP, evaluating, find_class, stop_if_not_finite, trying
 from shared.program import Parser, UserError, one_message, user_error, users_code
 from torch import nn
 
@@ -185,3 +185,23 @@ def test_what_launchers_add_is_passed_over(added: str) -> None:
     assert parser.parse_args([*added.split(), "--opt", "a.json"]).opt == "a.json"
     with pytest.raises(UserError, match="unrecognized arguments: --other\nusage:"):
         parser.parse_args([*added.split(), "--other"])
+
+
+class Drifting(torch.nn.BatchNorm1d):
+    """Changes one buffer, and replaces another, also in evaluation."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_batches_tracked += 1
+        self.running_mean = 0.9 * self.running_mean + 0.1 * x.mean(0)
+        return super().forward(x)
+
+
+def test_a_call_that_tries_a_model_leaves_its_buffers_as_they_were() -> None:
+    model, lazy = Drifting(3), torch.nn.LazyBatchNorm1d()
+    before = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
+    with trying(model), trying(lazy):
+        lazy(model(torch.ones(2, 3)))
+        assert model.num_batches_tracked == 1 and model.running_mean[0] != 0
+    for name, buffer in model.named_buffers():
+        assert buffer is before[name][0] and torch.equal(buffer, before[name][1])
+    assert lazy.running_mean.shape == (3,) and model.training
