@@ -79,19 +79,24 @@ class Critic(nn.Module):
         return self.values(seen)
 
 
-def load_network(kind: type[nn.Module], path: Path, hidden: int | None = None) -> nn.Module:
-    """Load an Actor or a Critic from a file that holds its state dict, of whatever width if none is given.
-
-    Raise a FileNotFoundError if there is no such file, a ValueError if it holds anything else, or other shapes.
-    """
+def read_weights(path: Path) -> dict[str, Any]:
+    """Read a state dict; raise a FileNotFoundError if there is no such file, a ValueError if it is of another kind."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}: a run keeps its models in its folder trained_model")
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whose message advises to run what the file holds
         raise ValueError(
             f"{path} is no file of weights that torch.save() wrote: name an actor_*.pth of a run's folder trained_model"
         ) from error
+
+
+def load_network(kind: type[nn.Module], path: Path, hidden: int | None = None) -> nn.Module:
+    """Load an Actor or a Critic from a file that holds its state dict, of whatever width if none is given.
+
+    Raise as `read_weights()`, and a ValueError if the file holds anything else, or other shapes.
+    """
+    state = read_weights(path)
     try:
         network = kind(hidden or len(next(iter(state.values()))))
         network.load_state_dict(state)
