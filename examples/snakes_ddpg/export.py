@@ -26,10 +26,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where `shared` is, which all trainers share
 
 from shared.program import Parser, one_message, user_error
+from snakes.ddpg import Policy
 from snakes.game import COLUMNS, NONE, ROWS, SNAKES, Game
 from snakes.opponents import OPPONENTS
 from snakes.runs import ROOT, parse, replacing
-from snakes.search import DEPTH, Policy, Search, load_player
+from snakes.search import DEPTH, Search, load_player
+from snakes.student import StudentPolicy
 
 TEMPLATE = Path(__file__).parent / "snakes" / "submission_template.py"
 NAMES = ("up", "down", "left", "right")
@@ -52,20 +54,27 @@ def read_settings() -> argparse.Namespace:
 
 
 def write(policy: Policy, seconds: float, path: Path) -> None:
-    """Write the template with the weights of the actor, and of a search's critic, behind it."""
-    text = f"{TEMPLATE.read_text()}\n\nACTOR = {packed(policy.actor)}\n"
+    """Write the template with the weights of the policy's networks behind it."""
+    text = f"{TEMPLATE.read_text()}\n\n"
+    first = policy
     if isinstance(policy, Search):
         text += f"CRITIC = {packed(policy.critic)}\nSTEPS = {policy.depth}\nSECONDS = float({str(seconds)!r})\n"
+        text += f"ACTOR = {packed(policy.actor)}\n"
+        first = policy.first
+    if isinstance(first, StudentPolicy):
+        text += f"BOARD = {packed(first.actor.board)}\nHEAD = {packed(first.actor.layers)}\n"
+    elif first:
+        text += f"ACTOR = {packed(first.actor)}\n"
     path.write_text(text)
 
 
 def packed(network: torch.nn.Module) -> str:
     """Write a network's weights as the call that reads them."""
     weights = [tensor.float().cpu().numpy() for tensor in network.state_dict().values()]
-    sizes = [weights[0].shape[1], *(len(biases) for biases in weights[1::2])]
+    shapes = [array.shape for array in weights[::2]]  # the others are biases
     data = base64.b64encode(b"".join(array.astype("<f4").tobytes() for array in weights)).decode()
     lines = "\n".join(textwrap.wrap(data, 120))
-    return f'unpack({sizes}, """\n{lines}\n""")'
+    return f'unpack({shapes}, """\n{lines}\n""")'
 
 
 def observations(game: Game, b: int, before: np.ndarray | None) -> list[dict[Any, Any]]:

@@ -29,18 +29,17 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared.boards import Boards
 from shared.program import OneLineParser, one_message, user_error
 from snakes import runs
-from snakes.ddpg import computes_in_bfloat16
+from snakes.ddpg import Policy, computes_in_bfloat16
 from snakes.evaluation import play_on_all_ranks
 from snakes.game import STEPS
 from snakes.labels import Examples, mirror, play, write
 from snakes.opponents import LADDER, OPPONENTS, Player
-from snakes.search import DEPTH, Policy, Search, load_player
+from snakes.search import DEPTH, Search, load_player
 from snakes.student import Student, StudentPolicy
 
 import ddpkit
 
 log = logging.getLogger("snakes")
-AT_ONCE = 48  # games that a rank labels at once, and keeps in one file; what they hold does not depend on the ranks
 REPORT = 100  # steps between two reports, and checkpoints
 WARM_UP = 100  # steps in which the learning rate rises, in each round
 EVALUATION_SEED = 2**31
@@ -53,6 +52,7 @@ def read_settings() -> argparse.Namespace:
     add("--runs_folder", type=Path, default=runs.ROOT, help="where the runs' folders are")
     add("--rounds", type=int, default=3, help="of labelling and learning; from the second on the network plays")
     add("--games", type=int, default=960, help="of 200 steps per round, of all ranks together")
+    add("--games_at_once", type=int, default=48, help="that a rank labels at once, and keeps in one file")
     add("--depth", type=int, default=DEPTH, help="steps that the search looks ahead")
     add("--epochs", type=int, default=3, help="passes over all labels so far, per round")
     add("--batch_size", type=int, default=256, help="states, of three snakes each, per step, of all ranks together")
@@ -73,7 +73,8 @@ def read_settings() -> argparse.Namespace:
 def prepare(settings: argparse.Namespace) -> Path:
     """Find the model, and make the folder for its labels and checkpoints; return its file."""
     model = runs.parse(settings.model, settings.runs_folder, but="distilled")
-    load_player(model, settings.depth)  # raises if it cannot search
+    if load_player(model, settings.depth).first:
+        raise ValueError(f"{model} is distilled already: name the model that it comes from")
     folder = model.parent / "distilled"
     flags = {name: value for name, value in vars(settings).items() if name not in ("model", "runs_folder")}
     flags["model"] = model.name
@@ -104,7 +105,9 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stop: ddpkit.Stop) -
     checkpoints = ddpkit.Checkpointer(folder / "checkpoints", keep=1)
     progress = checkpoints.load_latest(**parts) or {"step": 0, "round": 0, "begin": 0, "loader": None}
     total = progress["step"]
-    if total:
+    if progress["round"] == settings.rounds:
+        log.info("all rounds are done: for others, remove %s, or pass another model", folder)
+    elif total:
         log.info("goes on after step %d, in round %d, on %d rank(s)", total, progress["round"] + 1, job.world_size)
     curves = Boards(total, folder, wandb=None)
 
@@ -114,7 +117,7 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stop: ddpkit.Stop) -
         if not make_labels(folder, number, mover, teacher, settings, job, stop):
             log.info("stopped while labelling in round %d: the same command goes on", number + 1)
             return
-        files = [path for past in range(number + 1) for path in label_files(folder, past, settings.games)]
+        files = [path for past in range(number + 1) for path in label_files(folder, past, settings)]
         examples = Examples(files, settings.temperature)
         seed = settings.seed + number
         loader = ddpkit.make_loader(examples, global_batch_size=settings.batch_size, seed=seed, collate_fn=list)
@@ -165,14 +168,14 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stop: ddpkit.Stop) -
         for name, result in results.items():
             log.info("round %d, without search against %s: %s", number + 1, name, result)
         curves.add({f"evaluation/win_rate_{name}": result.win_rate for name, result in results.items()}, total)
-        path = ddpkit.run_on_main(save, model, teacher, policy.student)
+        path = ddpkit.run_on_main(save, model, teacher, policy.actor)
         log.info("round %d of %d is done: the network is in %s", number + 1, settings.rounds, path)
     curves.close()
 
 
-def label_files(folder: Path, number: int, games: int) -> list[Path]:
-    """Name the files of a round's labels, each of so many games."""
-    return [folder / f"labels_{number}_{first:05d}.npz" for first in range(0, games, AT_ONCE)]
+def label_files(folder: Path, number: int, settings: argparse.Namespace) -> list[Path]:
+    """Name the files of a round's labels, by the first game of each."""
+    return [folder / f"labels_{number}_{first:05d}.npz" for first in range(0, settings.games, settings.games_at_once)]
 
 
 def make_labels(
@@ -187,7 +190,7 @@ def make_labels(
     """Play the games of a round whose labels are in no file yet; return False if stopped. Collective."""
     rivals = [OPPONENTS["territory"], OPPONENTS["foresighted"], mover]
     seed = ddpkit.sample_seed(settings.seed, 3, number)
-    files = label_files(folder, number, settings.games)
+    files = label_files(folder, number, settings)
     left = ddpkit.broadcast([place for place, path in enumerate(files) if not path.is_file()])
     if left:
         log.info("labelling the games of round %d: %d of %d files are left", number + 1, len(left), len(files))
@@ -195,7 +198,8 @@ def make_labels(
     for turn in range(0, len(left), job.world_size):
         mine = left[turn + job.rank : turn + job.rank + 1]
         for place in mine:
-            games = range(place * AT_ONCE, min((place + 1) * AT_ONCE, settings.games))
+            first = place * settings.games_at_once
+            games = range(first, min(first + settings.games_at_once, settings.games))
             steps = play(games, seed, mover, teacher, rivals)
         found = []
         for states in steps if mine else itertools.repeat(None, STEPS):  # as many steps on a rank that has nothing left

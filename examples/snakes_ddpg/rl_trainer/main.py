@@ -34,9 +34,8 @@ from shared.boards import Boards
 from shared.program import one_message, user_error
 from snakes import opponents, runs
 from snakes.collector import Collector
-from snakes.ddpg import DDPG, Actor, Critic, computes_in_bfloat16, load_network
+from snakes.ddpg import DDPG, Actor, Critic, Policy, computes_in_bfloat16, load_network
 from snakes.evaluation import Result, play_on_all_ranks
-from snakes.search import Policy
 from snakes.settings import (
     MIXED,
     ROUND,

@@ -12,13 +12,15 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 import ddpkit
 
 from .collector import Batch
-from .features import FEATURES, WAYS
+from .features import DIRECTION, FEATURES, WAYS, observe
+from .game import SNAKES, Boards
 
 
 class Perceptron(nn.Sequential):
@@ -77,6 +79,33 @@ class Critic(nn.Module):
 
     def forward(self, seen: torch.Tensor) -> torch.Tensor:
         return self.values(seen)
+
+
+class Policy:
+    """Play as one team, by each snake's most probable way: a player like those in `opponents.py`."""
+
+    def __init__(self, actor: Actor) -> None:
+        self.actor = actor
+
+    def __call__(self, boards: Boards, team: int, actions: np.ndarray) -> None:
+        ways, _ = self.plan(boards, team)
+        snakes = slice(3 * team, 3 * team + 3)
+        actions[:, snakes] = DIRECTION[boards.headings[:, snakes], ways[:, snakes]]
+
+    @torch.no_grad()
+    def plan(self, boards: Boards, team: int) -> tuple[np.ndarray, np.ndarray]:
+        """Choose a team's ways, in its columns of (n, 6); return them, and how all are rated, (n, 3, WAYS)."""
+        ratings = self.actor.layers(self.look(boards, team)).numpy(force=True)
+        ways = np.zeros((len(ratings), SNAKES), np.uint8)
+        ways[:, 3 * team : 3 * team + 3] = ratings.argmax(-1)
+        return ways, ratings
+
+    def look(self, boards: Boards, *teams: int) -> torch.Tensor:
+        """See what the actor takes: (n, 3 per team, FEATURES), on its device."""
+        seen = np.empty((len(teams), len(boards.times), 3, FEATURES), np.float32)
+        for place, team in enumerate(teams):
+            observe(boards, team, seen[place])
+        return torch.from_numpy(seen).to(next(self.actor.parameters()).device).transpose(0, 1).flatten(1, 2)
 
 
 def read_weights(path: Path) -> dict[str, Any]:

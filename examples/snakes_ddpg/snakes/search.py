@@ -7,8 +7,8 @@ import torch
 from numba import njit
 from torch import nn
 
-from .ddpg import Actor, Critic, load_network, read_weights
-from .features import DIRECTION, DISTANCE, FEATURES, PER_WAY, WAYS, observe
+from .ddpg import Actor, Critic, Policy, load_network, read_weights
+from .features import DIRECTION, DISTANCE, PER_WAY, WAYS
 from .game import CELLS, NEXT, SNAKES, START_LENGTH, Boards, foresee, segment
 from .opponents import Player
 from .runs import critic_of
@@ -21,28 +21,9 @@ NEAR = 6  # steps between two heads up to which a rival's other ways are conside
 DOUBT = (0.1, 0.03)  # how probable it is that such a rival takes its second way, and its third
 TRAP = 0.6  # part of its gain that a snake counts as lost if it cannot go on
 MARGIN = 0.05  # by how much another way has to be better than the actor's
+PRIOR = 0.5  # weight of a distilled network's ratings, beside the values
 LIMIT = 12  # steps after which a snake counts as safe from a trap
 PLACES = 300  # that are tried; a snake that has so many to try counts as safe, too
-
-
-class Policy:
-    """Play as one team, by each snake's most probable way: a player like those in `opponents.py`."""
-
-    def __init__(self, actor: Actor) -> None:
-        self.actor = actor
-
-    @torch.no_grad()
-    def __call__(self, boards: Boards, team: int, actions: np.ndarray) -> None:
-        ways = self.actor(self.look(boards, team)).argmax(-1).cpu().numpy()
-        snakes = slice(3 * team, 3 * team + 3)
-        actions[:, snakes] = DIRECTION[boards.headings[:, snakes], ways]
-
-    def look(self, boards: Boards, *teams: int) -> torch.Tensor:
-        """See what the actor takes: (n, 3 per team, FEATURES), on its device."""
-        seen = np.empty((len(teams), len(boards.times), 3, FEATURES), np.float32)
-        for place, team in enumerate(teams):
-            observe(boards, team, seen[place])
-        return torch.from_numpy(seen).to(next(self.actor.parameters()).device).transpose(0, 1).flatten(1, 2)
 
 
 class Search(Policy):
@@ -54,42 +35,38 @@ class Search(Policy):
     below 1.
     """
 
-    def __init__(self, actor: Actor, critic: Critic, depth: int = DEPTH, student: StudentPolicy | None = None) -> None:
+    def __init__(self, actor: Actor, critic: Critic, depth: int = DEPTH, first: StudentPolicy | None = None) -> None:
         super().__init__(actor)
-        self.student = student
+        self.first = first
         if depth < 1:
             raise ValueError(f"a search looks at least one step ahead, not {depth}")
         self.critic = critic
         self.depth = depth
 
-    def __call__(self, boards: Boards, team: int, actions: np.ndarray) -> None:
-        ways, _ = self.plan(boards, team)
-        snakes = slice(3 * team, 3 * team + 3)
-        actions[:, snakes] = DIRECTION[boards.headings[:, snakes], ways[:, snakes]]
-
     @torch.no_grad()
     def plan(self, boards: Boards, team: int) -> tuple[np.ndarray, np.ndarray]:
-        """Choose the ways of a team's snakes, in the columns of (n, 6); return them, and the values, (n, 3, WAYS).
+        """Choose the ways of a team's snakes, in its columns of (n, 6); return them, and the values, (n, 3, WAYS).
 
         A way that leads into a body has the value -inf, unless the actor prefers it.
         """
-        seen = self.look(boards, 0, 1)
-        ranks = _rank(self.actor.layers(seen))
-        ways = ranks[..., 0].copy()
-        tried = seen[..., : WAYS * PER_WAY : PER_WAY].cpu().numpy() > 0
-        every = np.arange(len(ways))
+        first = self.first or Policy(self.actor)
+        plans = [first.plan(boards, side) for side in (0, 1)]
+        ways = plans[0][0] + plans[1][0]
+        ratings = np.concatenate([rated for _, rated in plans], axis=1)
+        ranks = _rank(ratings)
+        tried = self.look(boards, team).numpy(force=True)[..., : WAYS * PER_WAY : PER_WAY] > 0
         values = np.full((len(ways), 3, WAYS), -np.inf)
         for k in range(3):
             s = 3 * team + k
-            preferred = ways[:, s].copy()
-            tried[every, s, preferred] = True
-            b, way = tried[:, s].nonzero()
+            preferred = np.eye(WAYS, dtype=np.bool_)[ways[:, s]]
+            b, way = (tried[:, k] | preferred).nonzero()
             others = ways[b]
             others[:, s] = way
             values[b, k, way] = self.value(boards.pick(b), s, others, ranks[b])
-            favoured = values[:, k].copy()
-            favoured[every, preferred] += MARGIN
-            ways[:, s] = favoured.argmax(1)
+            liked = values[:, k] + MARGIN * preferred
+            if self.first:
+                liked += PRIOR * ratings[:, s]
+            ways[:, s] = liked.argmax(1)
         return ways, values
 
     def value(self, boards: Boards, s: int, ways: np.ndarray, ranks: np.ndarray) -> np.ndarray:
@@ -132,15 +109,15 @@ class Search(Policy):
             own = slice(None) if is_last else slice(3 * team, 3 * team + 3)
             expected = expect(self.critic, preferences[:, own].softmax(-1), seen[:, own])
             part = 1.0 if is_last else 1 - LAMBDA
-            total += weight * (lead + GAMMA * part * expected.cpu().numpy())
+            total += weight * (lead + GAMMA * part * expected.numpy(force=True))
             weight *= GAMMA * LAMBDA
-            ways = _rank(preferences)[..., 0]
+            ways = preferences.argmax(-1).numpy(force=True)
         return total
 
 
-def _rank(preferences: torch.Tensor) -> np.ndarray:
-    """Sort the ways of snakes, the most probable first: (..., WAYS)."""
-    return preferences.argsort(stable=True, dim=-1, descending=True).cpu().numpy()
+def _rank(ratings: np.ndarray) -> np.ndarray:
+    """Sort the ways of snakes, the best first: (..., WAYS)."""
+    return (-ratings).argsort(-1, kind="stable")
 
 
 def expect(critic: Critic, chances: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:

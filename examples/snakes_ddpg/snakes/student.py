@@ -9,8 +9,9 @@ import torch
 from numba import njit
 from torch import nn
 
-from .features import DIRECTION, FEATURES, WAYS, observe
-from .game import BEAN, CELLS, COLUMNS, NEXT, ROWS, SNAKES, START_LENGTH, Boards, segment
+from .ddpg import Policy
+from .features import DIRECTION, FEATURES, WAYS
+from .game import BEAN, CELLS, COLUMNS, NEXT, ROWS, SNAKES, Boards, segment
 
 SIDE = 15  # cells of the picture, each way
 PLANES = 10
@@ -69,10 +70,10 @@ def draw(boards, s, ways, pictures):
             length = np.int64(boards.lengths[b, other])
             for i in range(length):
                 cell = segment(boards, b, other, i)
-                leaves[cell] = max(leaves[cell], length - i)
+                leaves[cell] = length - i
                 planes[cell, 1 + kind] = min(1.0, (length - i) / FAR)
             if kind:
-                planes[segment(boards, b, other, 0), 6 + kind] = (length - START_LENGTH + 2) / 10
+                planes[segment(boards, b, other, 0), 6 + kind] = (length - 1) / 10
             if kind == 1 and other < s:
                 way = DIRECTION[boards.headings[b, other], ways[b, other]]
                 planes[NEXT[segment(boards, b, other, 0), way], 9] = 1
@@ -120,31 +121,23 @@ def look(boards: Boards, s: int, ways: np.ndarray) -> np.ndarray:
     return pictures.reshape(-1, PLANES, SIDE, SIDE)
 
 
-class StudentPolicy:
-    """Play as one team by each snake's best way, in turn: a player like those in `opponents.py`."""
+class StudentPolicy(Policy):
+    """Play as one team by a student's best ways, of which the snakes choose in turn."""
 
     def __init__(self, student: Student, bfloat16: bool = False) -> None:
-        self.student = student
+        super().__init__(student)
         self.bfloat16 = bfloat16
 
-    def __call__(self, boards: Boards, team: int, actions: np.ndarray) -> None:
-        ways = np.zeros((len(boards.times), SNAKES), np.uint8)
-        self.rate(boards, team, ways)
-        snakes = slice(3 * team, 3 * team + 3)
-        actions[:, snakes] = DIRECTION[boards.headings[:, snakes], ways[:, snakes]]
-
     @torch.no_grad()
-    def rate(self, boards: Boards, team: int, ways: np.ndarray) -> np.ndarray:
-        """Say how good the ways of a team's snakes are, (n, 3, WAYS); fill the best of each into `ways`, (n, 6)."""
-        device = next(self.student.parameters()).device
-        numbers = np.empty((len(boards.times), 3, FEATURES), np.float32)
-        observe(boards, team, numbers)
-        numbers = torch.from_numpy(numbers).to(device)
-        rated = np.empty((len(boards.times), 3, WAYS), np.float32)
+    def plan(self, boards: Boards, team: int) -> tuple[np.ndarray, np.ndarray]:
+        """Choose in turn; otherwise as another policy."""
+        numbers = self.look(boards, team)
+        ratings = np.empty((len(numbers), 3, WAYS), np.float32)
+        ways = np.zeros((len(numbers), SNAKES), np.uint8)
         for k in range(3):
             s = 3 * team + k
-            with torch.autocast(device.type, torch.bfloat16, enabled=self.bfloat16):
-                found = self.student(torch.from_numpy(look(boards, s, ways)).to(device), numbers[:, k])
-            rated[:, k] = found.float().cpu().numpy()
-            ways[:, s] = rated[:, k].argmax(1)
-        return rated
+            pictures = torch.from_numpy(look(boards, s, ways)).to(numbers.device)
+            with torch.autocast(numbers.device.type, torch.bfloat16, enabled=self.bfloat16):
+                ratings[:, k] = self.actor(pictures, numbers[:, k]).float().numpy(force=True)
+            ways[:, s] = ratings[:, k].argmax(1)
+        return ways, ratings
