@@ -25,15 +25,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where `shared` is, which all trainers share
 
+from player.search import DEPTH, Search, load_player
+from player.student import StudentPolicy
 from shared.program import Parser, one_message, user_error
 from snakes.ddpg import Policy
 from snakes.game import COLUMNS, NONE, ROWS, SNAKES, Game
 from snakes.opponents import OPPONENTS
 from snakes.runs import ROOT, parse, replacing
-from snakes.search import DEPTH, Search, load_player
-from snakes.student import StudentPolicy
 
-TEMPLATE = Path(__file__).parent / "snakes" / "submission_template.py"
+TEMPLATE = Path(__file__).parent / "player" / "submission_template.py"
 NAMES = ("up", "down", "left", "right")
 CHECKED = 100  # steps on each side for which a submission has to play as the model
 TIMED = 20  # the last of these steps, which are timed

@@ -25,13 +25,13 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where `shared` is, which all trainers share
 
+from player.drawing import Frame, render, snap, write_gif
+from player.search import DEPTH, load_player
 from shared.program import Parser, UserError, one_message, user_error
 from snakes import runs
-from snakes.drawing import Frame, render, snap, write_gif
 from snakes.evaluation import Result, play_games
 from snakes.game import SNAKES, Game
 from snakes.opponents import OPPONENTS, Player, get
-from snakes.search import DEPTH, load_player
 
 AT_ONCE = 128  # games between two moves of the progress bar
 

@@ -20,10 +20,10 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "snakes_ddpg"))
 
+from player.search import DEPTH, load_player
 from snakes import runs
 from snakes.evaluation import play_games
 from snakes.opponents import LADDER, OPPONENTS
-from snakes.search import DEPTH, load_player
 from snakes_strangers import STRANGERS
 
 PROGRAMS = Path(runs.__file__).parents[1] / "rl_trainer"

@@ -26,16 +26,16 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[2]))  # where `shared` is, which all trainers share
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from player.labels import Examples, mirror, play, write
+from player.search import DEPTH, Search, load_player
+from player.student import Student, StudentPolicy
 from shared.boards import Boards
 from shared.program import OneLineParser, one_message, user_error
 from snakes import runs
 from snakes.ddpg import Policy, computes_in_bfloat16
 from snakes.evaluation import play_on_all_ranks
 from snakes.game import STEPS
-from snakes.labels import Examples, mirror, play, write
 from snakes.opponents import LADDER, OPPONENTS, Player
-from snakes.search import DEPTH, Search, load_player
-from snakes.student import Student, StudentPolicy
 
 import ddpkit
 
@@ -95,6 +95,7 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stop: ddpkit.Stop) -
     bfloat16 = settings.precision == "bfloat16" or (
         settings.precision == "auto" and job.device.type == "cpu" and computes_in_bfloat16()
     )
+    teacher.actor.layers.bfloat16 = teacher.critic.values.bfloat16 = bfloat16
 
     # The network, and how far it has come
     ddpkit.seed_everything(settings.seed)

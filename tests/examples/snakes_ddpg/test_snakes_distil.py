@@ -11,17 +11,18 @@ from typing import Any
 
 import export
 import numpy as np
+import player.submission_template as template
 import pytest
-import snakes.submission_template as template
 import torch
-from snakes import labels, runs
+from player import labels
+from player.search import Search, load_player
+from player.student import Student, StudentPolicy, look
+from snakes import runs
 from snakes.ddpg import Actor, Critic, Policy
 from snakes.evaluation import play_games
 from snakes.features import FEATURES, observe
 from snakes.game import COLUMNS, LEFT, RIGHT, SNAKES, Game
 from snakes.opponents import OPPONENTS
-from snakes.search import Search, load_player
-from snakes.student import Student, StudentPolicy, look
 from snakes_boards import crowded, place
 from snakes_ranks import checkpoint, launch, look_that_each_is_one_line, said, train
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from player.search import load_player
 from snakes.evaluation import play_games
 from snakes.features import FEATURES, observe
 from snakes.opponents import OPPONENTS
-from snakes.search import load_player
 from snakes_ranks import FOLDER, checkpoint, launch, look_that_each_is_one_line, said, train
 
 import ddpkit

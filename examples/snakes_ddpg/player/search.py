@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from numba import njit
+from snakes.ddpg import Actor, Critic, Policy, load_network, read_weights
+from snakes.features import DIRECTION, DISTANCE, PER_WAY, WAYS
+from snakes.game import CELLS, NEXT, SNAKES, START_LENGTH, Boards, foresee, segment
+from snakes.opponents import Player
+from snakes.runs import critic_of
 from torch import nn
 
-from .ddpg import Actor, Critic, Policy, load_network, read_weights
-from .features import DIRECTION, DISTANCE, PER_WAY, WAYS
-from .game import CELLS, NEXT, SNAKES, START_LENGTH, Boards, foresee, segment
-from .opponents import Player
-from .runs import critic_of
 from .student import Student, StudentPolicy
 
 DEPTH = 6  # steps that it looks ahead
@@ -73,7 +73,7 @@ class Search(Policy):
         """Value the boards for a snake's team if all go their ways, (n, 6), or a rival near it another one: (n,)."""
         team = s // 3
         heads = np.take_along_axis(boards.bodies, boards.heads[..., None].astype(np.int64), axis=2)[..., 0]
-        which, futures, doubts = [np.arange(len(ways))], [ways], []
+        which, futures, doubts = [np.arange(len(ways))], [ways], [np.zeros(len(ways))]
         for rival in range(3 - 3 * team, 6 - 3 * team):
             near = np.flatnonzero(DISTANCE[heads[:, s], heads[:, rival]] <= NEAR)
             for place, doubt in enumerate(DOUBT, start=1):
@@ -84,9 +84,8 @@ class Search(Policy):
                 doubts.append(np.full(len(near), doubt))
         which = np.concatenate(which)
         found = self.play_on(boards.pick(which), team, np.concatenate(futures))
-        surely, others = np.split(found, [len(ways)])
-        which = which[len(ways) :]
-        return surely + np.bincount(which, np.concatenate(doubts) * (others - surely[which]), len(ways))
+        surely = found[: len(ways)]
+        return surely + np.bincount(which, np.concatenate(doubts) * (found - surely[which]))
 
     def play_on(self, boards: Boards, team: int, ways: np.ndarray) -> np.ndarray:
         """Value boards, which move, for a team if all go these ways, (n, 6), and then as the actor prefers: (n,)."""

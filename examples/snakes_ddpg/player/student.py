@@ -7,11 +7,10 @@ A team's snakes choose in turn, and each one sees where the mates before it are 
 import numpy as np
 import torch
 from numba import njit
+from snakes.ddpg import Policy
+from snakes.features import DIRECTION, FEATURES, WAYS
+from snakes.game import BEAN, CELLS, COLUMNS, NEXT, ROWS, SNAKES, Boards, segment
 from torch import nn
-
-from .ddpg import Policy
-from .features import DIRECTION, FEATURES, WAYS
-from .game import BEAN, CELLS, COLUMNS, NEXT, ROWS, SNAKES, Boards, segment
 
 SIDE = 15  # cells of the picture, each way
 PLANES = 10

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numba import njit
+from snakes.features import DIRECTION, FEATURES, PER_WAY, WAYS, observe
+from snakes.game import BEAN, CELLS, NONE, SNAKES, STEPS, Boards, Game, segment
+from snakes.opponents import Player
+from snakes.runs import replacing
 
-from .features import DIRECTION, FEATURES, PER_WAY, WAYS, observe
-from .game import BEAN, CELLS, NONE, SNAKES, STEPS, Boards, Game, segment
-from .opponents import Player
-from .runs import replacing
 from .search import Search
 from .student import PLANES, SIDE, look
 
