@@ -5,9 +5,9 @@ Of the newest run, or any other::
     python export.py latest
     python export.py run3:2000 --output /tmp/submission.py
 
-The file needs NumPy alone. What to expect: under half a megabyte, 0.1 to 0.2 s for the first call of a step,
-which moves all three snakes and takes at most half a second on a busy machine, and 27 MB of memory;
-the platform allows two seconds and 500 MB.
+The file needs NumPy alone. What to expect: under half a megabyte, or four of a distilled model; 0.1 to 0.2 s for the
+first call of a step, which moves all three snakes and takes at most half a second on a busy machine; 27 MB of memory,
+or 40. The platform allows two seconds and 500 MB.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def read_settings() -> argparse.Namespace:
     parser.add_argument("model", help="path of an actor_*.pth, a run's folder, runN, runN:EPISODE, or latest")
     parser.add_argument("--runs_folder", type=Path, default=ROOT, help="where the runs' folders are")
     parser.add_argument("--output", type=Path, default=Path("submission.py"), help="the file to write")
-    text = "steps that it looks ahead; 0: play as the actor alone does"
+    text = "steps that it looks ahead; 0: play as the actor, or the distilled network, alone does"
     parser.add_argument("--depth", type=int, default=DEPTH, help=text)
     text = "that a call may take, by the wall clock; then it answers with what the search has found"
     parser.add_argument("--seconds", type=float, default=0.5, help=text)

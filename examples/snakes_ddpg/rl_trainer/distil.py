@@ -50,11 +50,11 @@ def read_settings() -> argparse.Namespace:
     add = parser.add_argument
     add("model", help="an actor_*.pth with its critic, a run's folder, runN, runN:EPISODE, or latest")
     add("--runs_folder", type=Path, default=runs.ROOT, help="where the runs' folders are")
-    add("--rounds", type=int, default=3, help="of labelling and learning; from the second on the network plays")
-    add("--games", type=int, default=960, help="of 200 steps per round, of all ranks together")
+    add("--rounds", type=int, default=2, help="of labelling and learning; from the second on the network plays")
+    add("--games", type=int, default=600, help="of 200 steps per round, of all ranks together")
     add("--games_at_once", type=int, default=48, help="that a rank labels at once, and keeps in one file")
     add("--depth", type=int, default=DEPTH, help="steps that the search looks ahead")
-    add("--epochs", type=int, default=3, help="passes over all labels so far, per round")
+    add("--epochs", type=int, default=2, help="passes over all labels so far, per round")
     add("--batch_size", type=int, default=256, help="states, of three snakes each, per step, of all ranks together")
     add("--lr", type=float, default=1e-3, help="learning rate at first; it falls to 0 in each round")
     add("--temperature", type=float, default=0.5, help="of the softmax of the search's values")
@@ -112,6 +112,10 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stop: ddpkit.Stop) -
         log.info("goes on after step %d, in round %d, on %d rank(s)", total, progress["round"] + 1, job.world_size)
     curves = Boards(total, folder, wandb=None)
 
+    log.info("compiling what is not in Numba's cache yet; the first time that takes half a minute")
+    with ddpkit.main_process_first(local=True):
+        next(play(range(4), 0, policy, teacher, list(OPPONENTS.values())))
+
     for number in range(progress["round"], settings.rounds):
         # Label: from the second round on, the network plays
         mover = policy if number else Policy(teacher.actor)
@@ -161,6 +165,7 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stop: ddpkit.Stop) -
                     return
         bar.close()
         ddpkit.check_replicas(student, optimizer)
+        path = ddpkit.run_on_main(save, model, teacher, policy.actor)
         progress = {"round": number + 1, "begin": total, "loader": None}
         checkpoints.save(total, **parts, **progress)
         results = play_on_all_ranks(
@@ -169,7 +174,6 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stop: ddpkit.Stop) -
         for name, result in results.items():
             log.info("round %d, without search against %s: %s", number + 1, name, result)
         curves.add({f"evaluation/win_rate_{name}": result.win_rate for name, result in results.items()}, total)
-        path = ddpkit.run_on_main(save, model, teacher, policy.actor)
         log.info("round %d of %d is done: the network is in %s", number + 1, settings.rounds, path)
     curves.close()
 
