@@ -9,7 +9,7 @@ import torch
 from numba import njit
 from snakes.features import DIRECTION, FEATURES, PER_WAY, WAYS, observe
 from snakes.game import BEAN, CELLS, NONE, SNAKES, STEPS, Boards, Game, segment
-from snakes.opponents import Player
+from snakes.opponents import Player, ask
 from snakes.runs import replacing
 
 from .search import Search
@@ -122,29 +122,20 @@ def play(numbers: range, seed: int, mover: Player, teacher: Search, rivals: Sequ
     """
     game = Game(len(numbers), seed, first=numbers.start)
     kinds = np.array(numbers)
-    team, moves, rival = kinds % 2, kinds // 2 % 2 == 0, kinds // 4 % len(rivals)
-    groups = [(side, np.flatnonzero(team == side)) for side in (0, 1)]
+    sides, moves, rival = kinds % 2, kinds // 2 % 2 == 0, kinds // 4 % len(rivals)
     actions = np.zeros((len(numbers), SNAKES), np.uint8)
     for _ in range(STEPS):
         found = []
-        for side, which in groups:
+        for team in (0, 1):
+            which = np.flatnonzero(sides == team)
             boards = game.boards.pick(which)
-            ways, values = teacher.plan(boards, side)
-            found.append(keep(boards, side, ways, values))
-            snakes = slice(3 * side, 3 * side + 3)
-            moved = np.zeros((len(which), SNAKES), np.uint8)
-            moved[:, snakes] = DIRECTION[boards.headings[:, snakes], ways[:, snakes]]
-            own = np.flatnonzero(moves[which])
-            its = np.zeros((len(own), SNAKES), np.uint8)
-            mover(boards.pick(own), side, its)
-            moved[own] = its
+            ways, values = teacher.plan(boards, team)
+            found.append(keep(boards, team, ways, values))
+            own = slice(3 * team, 3 * team + 3)
+            actions[which, own] = DIRECTION[boards.headings[:, own], ways[:, own]]
+            ask(mover, game.boards, team, np.flatnonzero((sides == team) & moves), actions)
             for number, player in enumerate(rivals):
-                own = np.flatnonzero(rival[which] == number)
-                its = np.zeros((len(own), SNAKES), np.uint8)
-                player(boards.pick(own), 1 - side, its)
-                others = slice(3 - 3 * side, 6 - 3 * side)
-                moved[own, others] = its[:, others]
-            actions[which] = moved
+                ask(player, game.boards, 1 - team, np.flatnonzero((sides == team) & (rival == number)), actions)
         yield States(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
         game.step(actions)
         game.reset(game.done)
