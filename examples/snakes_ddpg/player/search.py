@@ -8,7 +8,6 @@ from numba import njit
 from snakes.ddpg import Actor, Critic, Policy, load_network, read_weights
 from snakes.features import DIRECTION, DISTANCE, PER_WAY, WAYS
 from snakes.game import CELLS, NEXT, SNAKES, START_LENGTH, Boards, foresee, segment
-from snakes.opponents import Player
 from snakes.runs import critic_of
 from torch import nn
 
@@ -21,7 +20,6 @@ NEAR = 6  # steps between two heads up to which a rival's other ways are conside
 DOUBT = (0.1, 0.03)  # how probable it is that such a rival takes its second way, and its third
 TRAP = 0.6  # part of its gain that a snake counts as lost if it cannot go on
 MARGIN = 0.05  # by how much another way has to be better than the actor's
-PRIOR = 0.5  # weight of a distilled network's ratings, beside the values
 LIMIT = 12  # steps after which a snake counts as safe from a trap
 PLACES = 300  # that are tried; a snake that has so many to try counts as safe, too
 
@@ -35,9 +33,8 @@ class Search(Policy):
     below 1.
     """
 
-    def __init__(self, actor: Actor, critic: Critic, depth: int = DEPTH, first: StudentPolicy | None = None) -> None:
+    def __init__(self, actor: Actor, critic: Critic, depth: int = DEPTH) -> None:
         super().__init__(actor)
-        self.first = first
         if depth < 1:
             raise ValueError(f"a search looks at least one step ahead, not {depth}")
         self.critic = critic
@@ -49,24 +46,19 @@ class Search(Policy):
 
         A way that leads into a body has the value -inf, unless the actor prefers it.
         """
-        first = self.first or Policy(self.actor)
-        plans = [first.plan(boards, side) for side in (0, 1)]
-        ways = plans[0][0] + plans[1][0]
-        ratings = np.concatenate([rated for _, rated in plans], axis=1)
-        ranks = _rank(ratings)
-        tried = self.look(boards, team).numpy(force=True)[..., : WAYS * PER_WAY : PER_WAY] > 0
+        seen = self.look(boards, 0, 1)
+        ranks = self.actor.layers(seen).argsort(stable=True, dim=-1, descending=True).numpy(force=True)
+        ways = ranks[..., 0].copy()
+        free = seen[..., : WAYS * PER_WAY : PER_WAY].numpy(force=True) > 0
         values = np.full((len(ways), 3, WAYS), -np.inf)
         for k in range(3):
             s = 3 * team + k
             preferred = np.eye(WAYS, dtype=np.bool_)[ways[:, s]]
-            b, way = (tried[:, k] | preferred).nonzero()
+            b, way = (free[:, s] | preferred).nonzero()
             others = ways[b]
             others[:, s] = way
             values[b, k, way] = self.value(boards.pick(b), s, others, ranks[b])
-            liked = values[:, k] + MARGIN * preferred
-            if self.first:
-                liked += PRIOR * ratings[:, s]
-            ways[:, s] = liked.argmax(1)
+            ways[:, s] = (values[:, k] + MARGIN * preferred).argmax(1)
         return ways, values
 
     def value(self, boards: Boards, s: int, ways: np.ndarray, ranks: np.ndarray) -> np.ndarray:
@@ -114,11 +106,6 @@ class Search(Policy):
         return total
 
 
-def _rank(ratings: np.ndarray) -> np.ndarray:
-    """Sort the ways of snakes, the best first: (..., WAYS)."""
-    return (-ratings).argsort(-1, kind="stable")
-
-
 def expect(critic: Critic, chances: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
     """Find what a critic expects of teams that go their ways with these probabilities, which are the actor's: (n,)."""
     return (chances * critic(seen)).sum(-1).mean(-1)
@@ -131,15 +118,19 @@ class Distilled(nn.ModuleDict):
         super().__init__({"actor": Actor(hidden), "critic": Critic(hidden), "student": Student()})
 
 
-def load_player(path: Path, depth: int = DEPTH) -> Player:
-    """Load the player in a file `actor_*.pth`, which searches, unless the depth is 0, with the critic beside it.
+def is_distilled(path: Path) -> bool:
+    """Tell if a file holds what `distil.py` writes; raise as `read_weights()`."""
+    return any(name.startswith("student.") for name in read_weights(path))
+
+
+def load_player(path: Path, depth: int = DEPTH) -> Policy:
+    """Load the player in a file `actor_*.pth`, which searches, unless the depth is 0, with the critic beside or in it.
 
     Raise a FileNotFoundError if there is no such file, or no critic, a ValueError if they do not fit.
     """
-    if any(name.startswith("student.") for name in read_weights(path)):
+    if is_distilled(path):
         whole = load_network(Distilled, path)
-        policy = StudentPolicy(whole["student"])
-        return Search(whole["actor"], whole["critic"], depth, policy) if depth else policy
+        return Search(whole["actor"], whole["critic"], depth) if depth else StudentPolicy(whole["student"])
     actor = load_network(Actor, path)
     if depth == 0:
         return Policy(actor)

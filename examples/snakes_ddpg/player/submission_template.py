@@ -42,7 +42,6 @@ NEAR = 6
 DOUBT = (0.1, 0.03)
 TRAP = 0.6
 MARGIN = 0.05
-PRIOR = 0.5
 LIMIT = 12
 PLACES = 300
 failures = {}  # the first error of each function that failed, which export.py looks at
@@ -75,7 +74,7 @@ def read(observation):
 
 
 def choose(beans, bodies, snake, started):
-    """Find the direction that the actor prefers, or that of the search."""
+    """Find the direction that the network prefers, or that of the search."""
     if not started or bodies != _seen["bodies"]:  # the first call of a step
         _seen["before"] = _seen["bodies"] if started else None
         _seen["bodies"] = bodies
@@ -84,7 +83,8 @@ def choose(beans, bodies, snake, started):
     headings = [find_heading(body, old) for body, old in zip(bodies, before)]
     team = snake // 3
     if team not in _plans:
-        _plans[team] = search(bodies, headings, beans, team)
+        find = prefer if BOARD else search
+        _plans[team] = find(bodies, headings, beans, team)
     return TURNS[headings[snake]][_plans[team][snake]]
 
 
@@ -102,11 +102,7 @@ def search(bodies, headings, beans, team):
     """
     begin = time.monotonic()
     seen = [look(bodies, beans, s, headings[s]) for s in range(SNAKES)]
-    if BOARD:
-        ratings = rate(bodies, headings, beans, seen, 0) + rate(bodies, headings, beans, seen, 1)
-    else:
-        ratings = [think(ACTOR, features) for features in seen]
-    ranks = [np.argsort(-rated, kind="stable").tolist() for rated in ratings]
+    ranks = [np.argsort(-think(ACTOR, features), kind="stable").tolist() for features in seen]
     ways = [best for best, _, _ in ranks]
     for k in range(3):
         s = 3 * team + k
@@ -115,10 +111,8 @@ def search(bodies, headings, beans, team):
         tried = [way for way in range(3) if seen[s][PER_WAY * way] or way == preferred]
         others = [[*ways[:s], way, *ways[s + 1 :]] for way in tried]
         for values in zip(*[value(bodies, headings, beans, s, other, ranks, deadline) for other in others]):
-            liked = [found + MARGIN * (way == preferred) for way, found in zip(tried, values)]
-            if BOARD:
-                liked = [found + PRIOR * ratings[s][way] for way, found in zip(tried, liked)]
-            ways[s] = tried[liked.index(max(liked))]
+            values = [found + MARGIN * (way == preferred) for way, found in zip(tried, values)]
+            ways[s] = tried[values.index(max(values))]
     return ways
 
 
@@ -342,17 +336,18 @@ def think(layers, seen):
     return weights @ values + biases
 
 
-def rate(bodies, headings, beans, seen, team):
-    """Compute how good a distilled network finds the ways of a team's snakes, which choose in turn."""
+def prefer(bodies, headings, beans, team):
+    """Find the ways that a distilled network likes best, for a team's snakes, which choose in turn."""
+    ways = [1] * SNAKES
     going = []
-    rated = []
     for s in range(3 * team, 3 * team + 3):
         image = draw(bodies, beans, s, headings[s], going)
         for (weights, biases), stride in zip(BOARD, (1, 2, 1)):
             image = convolve(image, weights, biases, stride)
-        rated.append(think(HEAD, np.concatenate([image.ravel(), np.array(seen[s], np.float32)])))
-        going.append(neighbours(bodies[s][0])[TURNS[headings[s]][int(rated[-1].argmax())]])
-    return rated
+        numbers = np.array(look(bodies, beans, s, headings[s]), np.float32)
+        ways[s] = int(think(HEAD, np.concatenate([image.ravel(), numbers])).argmax())
+        going.append(neighbours(bodies[s][0])[TURNS[headings[s]][ways[s]]])
+    return ways
 
 
 def draw(bodies, beans, snake, heading, going):

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # where `shared` is, which a
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from player.labels import Examples, mirror, play, write
-from player.search import DEPTH, Search, load_player
+from player.search import DEPTH, Search, is_distilled, load_player
 from player.student import Student, StudentPolicy
 from shared.boards import Boards
 from shared.program import OneLineParser, one_message, user_error
@@ -73,8 +73,9 @@ def read_settings() -> argparse.Namespace:
 def prepare(settings: argparse.Namespace) -> Path:
     """Find the model, and make the folder for its labels and checkpoints; return its file."""
     model = runs.parse(settings.model, settings.runs_folder, but="distilled")
-    if load_player(model, settings.depth).first:
+    if is_distilled(model):
         raise ValueError(f"{model} is distilled already: name the model that it comes from")
+    load_player(model, settings.depth)  # raises if it cannot search
     folder = model.parent / "distilled"
     flags = {name: value for name, value in vars(settings).items() if name not in ("model", "runs_folder")}
     flags["model"] = model.name
