@@ -5,9 +5,9 @@ Of the newest run, or any other::
     python export.py latest
     python export.py run3:2000 --output /tmp/submission.py
 
-The file needs NumPy alone. What to expect: under half a megabyte, 0.1 to 0.2 s for the first call of a step,
-which moves all three snakes and takes at most half a second on a busy machine, and 27 MB of memory;
-the platform allows two seconds and 500 MB.
+The file needs NumPy alone. What to expect: under half a megabyte, or four of a distilled network; 0.1 to 0.2 s for the
+first call of a step, which moves all three snakes and takes at most half a second on a busy machine, or 0.003 s of a
+distilled network; 27 MB of memory, or 40. The platform allows two seconds and 500 MB.
 """
 
 import argparse
@@ -25,13 +25,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where `shared` is, which all trainers share
 
+from player.search import DEPTH, Search, load_player
+from player.student import StudentPolicy
 from shared.program import Parser, one_message, user_error
+from snakes.ddpg import Policy
 from snakes.game import COLUMNS, NONE, ROWS, SNAKES, Game
 from snakes.opponents import OPPONENTS
 from snakes.runs import ROOT, parse, replacing
-from snakes.search import DEPTH, Policy, Search, load_player
 
-TEMPLATE = Path(__file__).parent / "snakes" / "submission_template.py"
+TEMPLATE = Path(__file__).parent / "player" / "submission_template.py"
 NAMES = ("up", "down", "left", "right")
 CHECKED = 100  # steps on each side for which a submission has to play as the model
 TIMED = 20  # the last of these steps, which are timed
@@ -44,7 +46,7 @@ def read_settings() -> argparse.Namespace:
     parser.add_argument("model", help="path of an actor_*.pth, a run's folder, runN, runN:EPISODE, or latest")
     parser.add_argument("--runs_folder", type=Path, default=ROOT, help="where the runs' folders are")
     parser.add_argument("--output", type=Path, default=Path("submission.py"), help="the file to write")
-    text = "steps that it looks ahead; 0: play as the actor alone does"
+    text = "steps that it looks ahead; 0: play as the actor, or the distilled network, alone does"
     parser.add_argument("--depth", type=int, default=DEPTH, help=text)
     text = "that a call may take, by the wall clock; then it answers with what the search has found"
     parser.add_argument("--seconds", type=float, default=0.5, help=text)
@@ -52,8 +54,12 @@ def read_settings() -> argparse.Namespace:
 
 
 def write(policy: Policy, seconds: float, path: Path) -> None:
-    """Write the template with the weights of the actor, and of a search's critic, behind it."""
-    text = f"{TEMPLATE.read_text()}\n\nACTOR = {packed(policy.actor)}\n"
+    """Write the template with the weights of the policy's networks behind it."""
+    text = f"{TEMPLATE.read_text()}\n\n"
+    if isinstance(policy, StudentPolicy):
+        text += f"BOARD = {packed(policy.actor.board)}\nHEAD = {packed(policy.actor.layers)}\n"
+    else:
+        text += f"ACTOR = {packed(policy.actor)}\n"
     if isinstance(policy, Search):
         text += f"CRITIC = {packed(policy.critic)}\nSTEPS = {policy.depth}\nSECONDS = float({str(seconds)!r})\n"
     path.write_text(text)
@@ -62,10 +68,10 @@ def write(policy: Policy, seconds: float, path: Path) -> None:
 def packed(network: torch.nn.Module) -> str:
     """Write a network's weights as the call that reads them."""
     weights = [tensor.float().cpu().numpy() for tensor in network.state_dict().values()]
-    sizes = [weights[0].shape[1], *(len(biases) for biases in weights[1::2])]
+    shapes = [array.shape for array in weights[::2]]  # the others are biases
     data = base64.b64encode(b"".join(array.astype("<f4").tobytes() for array in weights)).decode()
     lines = "\n".join(textwrap.wrap(data, 120))
-    return f'unpack({sizes}, """\n{lines}\n""")'
+    return f'unpack({shapes}, """\n{lines}\n""")'
 
 
 def observations(game: Game, b: int, before: np.ndarray | None) -> list[dict[Any, Any]]:

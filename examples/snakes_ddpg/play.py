@@ -25,13 +25,13 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where `shared` is, which all trainers share
 
+from player.drawing import Frame, render, snap, write_gif
+from player.search import DEPTH, load_player
 from shared.program import Parser, UserError, one_message, user_error
 from snakes import runs
-from snakes.drawing import Frame, render, snap, write_gif
 from snakes.evaluation import Result, play_games
 from snakes.game import SNAKES, Game
 from snakes.opponents import OPPONENTS, Player, get
-from snakes.search import DEPTH, load_player
 
 AT_ONCE = 128  # games between two moves of the progress bar
 
@@ -43,7 +43,7 @@ def read_settings() -> argparse.Namespace:
     add("--games", type=int, default=400, help="to play per pair, half of them on either side")
     add("--seed", type=int, default=0, help="of all games")
     add("--runs_folder", type=Path, default=runs.ROOT, help="where the runs' folders are")
-    add("--depth", type=int, default=DEPTH, help="steps that trained models look ahead; 0: play as their actor alone")
+    add("--depth", type=int, default=DEPTH, help="steps that trained models look ahead; 0: play without search")
     add("--watch", action="store_true", help="show the first game in the terminal; Ctrl-C ends it")
     add("--fps", type=float, default=12, help="steps per second to watch, and in the GIF")
     add("--gif", type=Path, metavar="FILE", help="write the first game as an animated GIF")

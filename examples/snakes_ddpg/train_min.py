@@ -15,7 +15,6 @@ What to expect: README.md, beside this file, has the measured results.
 """
 
 import argparse
-import dataclasses
 import logging
 import math
 import sys
@@ -31,7 +30,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where `shared` is, which all trainers share
 
 from shared.program import OneLineParser, UserError, one_message
-from snakes.evaluation import Result, play_games
+from snakes.evaluation import play_games, play_on_all_ranks
 from snakes.features import DIRECTION, FEATURES, WAYS, observe
 from snakes.game import SNAKES, STEPS, Boards, Game
 from snakes.opponents import OPPONENTS, Player
@@ -230,13 +229,6 @@ def share(count: int, job: ddpkit.Context) -> range:
     return range(count * job.rank // job.world_size, count * (job.rank + 1) // job.world_size)
 
 
-def evaluate(agent: Agent, opponent: Player, games: int, job: ddpkit.Context) -> Result:
-    """Play games on both sides, of which every rank takes a share, and count them. Collective."""
-    mine = share(games, job)
-    result = play_games(agent.play, opponent, len(mine), seed=2**31, first=mine.start)
-    return Result(*ddpkit.all_reduce(dataclasses.astuple(result)))
-
-
 def main(settings: argparse.Namespace, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
     # The agent, the same on every rank, and the targets, which follow it slowly
     ddpkit.seed_everything(settings.seed)
@@ -298,7 +290,7 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stop: ddpkit.Stop) -
         if is_due:
             totals = ddpkit.all_reduce([actor_loss.item(), critic_loss.item()])
             a_loss, c_loss = (total / settings.rows for total in totals)
-            result = evaluate(agent, opponent, settings.games, job)
+            result = play_on_all_ranks(agent.play, {"": opponent}, settings.games, seed=2**31)[""]
             log.info("[update %d of %d] a_loss %.3f c_loss %.3f; %s", done, updates, a_loss, c_loss, result)
         if is_due or stopped:
             checkpoints.save(done, **parts, arena=arena.state(), flags=flags)

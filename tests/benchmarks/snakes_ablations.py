@@ -25,7 +25,8 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "snakes_ddpg"))
 
-from snakes import runs, search
+from player import search
+from snakes import runs
 from snakes.collector import Collector
 from snakes.evaluation import play_games
 from snakes.opponents import OPPONENTS

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 from numba import njit
+from player.search import LIMIT, escape
 from snakes.features import DIRECTION, DISTANCE, WAYS
 from snakes.game import CELLS, NEXT, NONE, OPPOSITE, SNAKES, START_LENGTH, Boards, foresee, segment
 from snakes.opponents import Player, _is_taken, foresighted, greedy
-from snakes.search import LIMIT, escape
 from snakes.territory import ANY, _fill_bodies, _open_directions, _size, _spread
 
 SCENT = 3  # steps from which a hunter runs at a rival

@@ -14,7 +14,6 @@ the update of `snakes/ddpg.py`, which is started, and finished one step of the b
 """
 
 import argparse
-import dataclasses
 import logging
 import resource
 import sys
@@ -35,9 +34,8 @@ from shared.boards import Boards
 from shared.program import one_message, user_error
 from snakes import opponents, runs
 from snakes.collector import Collector
-from snakes.ddpg import DDPG, Actor, Critic, computes_in_bfloat16, load_network
-from snakes.evaluation import Result, play_games
-from snakes.search import Policy
+from snakes.ddpg import DDPG, Actor, Critic, Policy, computes_in_bfloat16, load_network
+from snakes.evaluation import Result, play_on_all_ranks
 from snakes.settings import (
     MIXED,
     ROUND,
@@ -93,11 +91,11 @@ def find_weights(settings: argparse.Namespace) -> list[Path]:
     folder = runs.find_run(settings.load_model_run or "latest", settings.runs_folder, runs.ACTORS)
     episode = settings.load_model_run_episode
     if episode:
-        saved = [name for name in runs.list_models(folder) if name != "best" and name <= episode]
+        saved = [name for name in runs.list_models(folder) if isinstance(name, int) and name <= episode]
         if saved and saved[-1] != episode:
             log.warning(f"warning: there is no model of episode {episode}, the last one before it is {saved[-1]}")
             episode = saved[-1]
-    actor = runs.find_model(folder, episode)
+    actor = runs.find_model(folder, episode, but="distilled")
     critic = runs.critic_of(actor)
     load_network(Actor, actor, settings.hidden)
     load_network(Critic, critic, settings.hidden)
@@ -191,9 +189,9 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: ddpkit.Sto
             report(curves, total, news, epsilon, opponent)
             news.clear()
         if episode < max(settings.episodes // 10, LEARNT) <= total["episodes"]:
-            warn_of_failure(agent, settings, job)
+            warn_of_failure(agent, settings)
         if is_due(settings.eval_interval, episode, total, finished):
-            results = evaluate(agent, settings, job)
+            results = evaluate(agent, settings.eval_games)
             report_evaluation(curves, total, results)
             surely = mean([result.win_rate - result.standard_error for result in results.values()])
             if surely > best:
@@ -235,21 +233,15 @@ def is_due(interval: int, episode: int, total: Counter, finished: bool) -> bool:
     return finished or total["episodes"] // interval > episode // interval
 
 
-def evaluate(
-    agent: DDPG, settings: argparse.Namespace, job: ddpkit.Context, others: Sequence[str] = opponents.LADDER
-) -> dict[str, Result]:
+def evaluate(agent: DDPG, games: int, names: Sequence[str] = opponents.LADDER) -> dict[str, Result]:
     """Play the evaluation's games, of which every rank takes a share; return results by opponent. Collective."""
-    first, end = (settings.eval_games * rank // job.world_size for rank in (job.rank, job.rank + 1))
-    mine = {}
-    for name in others:
-        result = play_games(Policy(agent.actor), opponents.get(name), end - first, seed=EVALUATION_SEED, first=first)
-        mine[name] = dataclasses.astuple(result)
-    return {name: Result(*sums) for name, sums in ddpkit.all_reduce(mine).items()}
+    players = {name: opponents.get(name) for name in names}
+    return play_on_all_ranks(Policy(agent.actor), players, games, EVALUATION_SEED)
 
 
-def warn_of_failure(agent: DDPG, settings: argparse.Namespace, job: ddpkit.Context) -> None:
+def warn_of_failure(agent: DDPG, settings: argparse.Namespace) -> None:
     """Say so if the agent has learnt nothing by now, and the flag that is the likely reason. Collective."""
-    result = evaluate(agent, settings, job, ["greedy"])["greedy"]
+    result = evaluate(agent, settings.eval_games, ["greedy"])["greedy"]
     if result.win_rate < 0.2 and ddpkit.is_main_process():
         log.warning(
             f"warning: this run learns next to nothing: {result.wins} of {result.games} games won against greedy; "

@@ -11,7 +11,7 @@ from torch import nn
 
 from .features import DIRECTION, FEATURES, WAYS, observe
 from .game import SNAKES, START_LENGTH, Game, draw
-from .opponents import Player
+from .opponents import Player, ask
 
 TEAM = 0  # the side that learns; what it sees does not depend on the side
 MATES = 3  # snakes of that team
@@ -58,11 +58,7 @@ class Collector:
         explore(game.boards, TEAM, probabilities, epsilon, replay.ways[at], self._actions)
         for place, player in enumerate(players):
             which = np.flatnonzero(self._numbers % len(players) == place)
-            boards = game.boards.pick(which)
-            actions = np.empty((len(which), SNAKES), np.uint8)
-            player(boards, 1 - TEAM, actions)
-            self._actions[which, 3:] = actions[:, 3:]
-            game.boards.streams[which] = boards.streams
+            ask(player, game.boards, 1 - TEAM, which, self._actions)
 
         over = game.done.copy()  # at the moment before: these boards show their end now, and begin an episode
         game.step(self._actions)

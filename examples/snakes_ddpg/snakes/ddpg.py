@@ -12,13 +12,15 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 import ddpkit
 
 from .collector import Batch
-from .features import FEATURES, WAYS
+from .features import DIRECTION, FEATURES, WAYS, observe
+from .game import SNAKES, Boards
 
 
 class Perceptron(nn.Sequential):
@@ -79,19 +81,51 @@ class Critic(nn.Module):
         return self.values(seen)
 
 
-def load_network(kind: type[nn.Module], path: Path, hidden: int | None = None) -> nn.Module:
-    """Load an Actor or a Critic from a file that holds its state dict, of whatever width if none is given.
+class Policy:
+    """Play as one team, by each snake's most probable way: a player like those in `opponents.py`."""
 
-    Raise a FileNotFoundError if there is no such file, a ValueError if it holds anything else, or other shapes.
-    """
+    def __init__(self, actor: Actor) -> None:
+        self.actor = actor
+
+    def __call__(self, boards: Boards, team: int, actions: np.ndarray) -> None:
+        ways, _ = self.plan(boards, team)
+        snakes = slice(3 * team, 3 * team + 3)
+        actions[:, snakes] = DIRECTION[boards.headings[:, snakes], ways[:, snakes]]
+
+    @torch.no_grad()
+    def plan(self, boards: Boards, team: int) -> tuple[np.ndarray, np.ndarray]:
+        """Choose a team's ways, in its columns of (n, 6); return them, and how all are rated, (n, 3, WAYS)."""
+        ratings = self.actor.layers(self.look(boards, team)).numpy(force=True)
+        ways = np.zeros((len(ratings), SNAKES), np.uint8)
+        ways[:, 3 * team : 3 * team + 3] = ratings.argmax(-1)
+        return ways, ratings
+
+    def look(self, boards: Boards, *teams: int) -> torch.Tensor:
+        """See what the actor takes: (n, 3 per team, FEATURES), on its device."""
+        seen = np.empty((len(teams), len(boards.times), 3, FEATURES), np.float32)
+        for place, team in enumerate(teams):
+            observe(boards, team, seen[place])
+        return torch.from_numpy(seen).to(next(self.actor.parameters()).device).transpose(0, 1).flatten(1, 2)
+
+
+def read_weights(path: Path) -> dict[str, Any]:
+    """Read a state dict; raise a FileNotFoundError if there is no such file, a ValueError if it is of another kind."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}: a run keeps its models in its folder trained_model")
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whose message advises to run what the file holds
         raise ValueError(
             f"{path} is no file of weights that torch.save() wrote: name an actor_*.pth of a run's folder trained_model"
         ) from error
+
+
+def load_network(kind: type[nn.Module], path: Path, hidden: int | None = None) -> nn.Module:
+    """Load an Actor or a Critic from a file that holds its state dict, of whatever width if none is given.
+
+    Raise as `read_weights()`, and a ValueError if the file holds anything else, or other shapes.
+    """
+    state = read_weights(path)
     try:
         network = kind(hidden or len(next(iter(state.values()))))
         network.load_state_dict(state)

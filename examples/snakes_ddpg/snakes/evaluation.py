@@ -1,9 +1,12 @@
 """Let players meet, and count the games on both sides."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 
 import numpy as np
+
+import ddpkit
 
 from .game import SNAKES, Game
 from .opponents import Player
@@ -62,6 +65,16 @@ def play_games(player: Player, other: Player, games: int, *, seed: int = 0, firs
         if numbers:
             result += _play(player, other, side, Game(len(numbers), seed, first=numbers.start))
     return result
+
+
+def play_on_all_ranks(player: Player, others: Mapping[str, Player], games: int, seed: int) -> dict[str, Result]:
+    """Play games against each of the others, of which every rank takes a share; return results by name. Collective."""
+    rank, ranks = ddpkit.get_rank(), ddpkit.get_world_size()
+    first, end = games * rank // ranks, games * (rank + 1) // ranks
+    mine = {
+        name: astuple(play_games(player, other, end - first, seed=seed, first=first)) for name, other in others.items()
+    }
+    return {name: Result(*sums) for name, sums in ddpkit.all_reduce(mine).items()}
 
 
 def _play(player: Player, other: Player, side: int, game: Game) -> Result:

@@ -236,6 +236,16 @@ def _choose(boards, b, s, busy, distances, rooms):
     return best
 
 
+def ask(player: Player, boards: Boards, team: int, which: np.ndarray, actions: np.ndarray) -> None:
+    """Let a player fill a team's columns of the actions, (n, 6), on some of the boards alone, by their numbers."""
+    picked = boards.pick(which)
+    moves = np.empty((len(which), SNAKES), np.uint8)
+    player(picked, team, moves)
+    snakes = slice(3 * team, 3 * team + 3)
+    actions[which, snakes] = moves[:, snakes]
+    boards.streams[which] = picked.streams
+
+
 _players = (random, wandering, evasive, greedy, sharing, foresighted, territory)
 OPPONENTS: dict[str, Player] = {player.__name__: player for player in _players}
 # by difficulty; the README has their wins against greedy, which tests/benchmarks/snakes_ladder.py counts

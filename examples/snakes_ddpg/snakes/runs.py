@@ -1,7 +1,7 @@
 """Keep the files of runs, and find them again.
 
 A run is a folder `runN_YYYYMMDD_HHMMSS` with `config.json`, TensorBoard's events,
-`trained_model/actor_E.pth` and `critic_E.pth` (E: the episode, or "best"), and `checkpoints/`, from
+`trained_model/actor_E.pth` and `critic_E.pth` (E: the episode, "best" or "distilled"), and `checkpoints/`, from
 which it resumes. Writing is for the main process.
 """
 
@@ -20,6 +20,7 @@ import torch
 ROOT = Path(__file__).parents[1] / "rl_trainer" / "runs" / "snakes_3v3"
 MODELS = "trained_model"
 ACTORS = f"{MODELS}/actor_*.pth"
+NAMED = ("best", "distilled")  # models that are not named by an episode, the last one being preferred
 
 
 def list_runs(root: Path = ROOT) -> dict[int, Path]:
@@ -30,13 +31,10 @@ def list_runs(root: Path = ROOT) -> dict[int, Path]:
 
 
 def list_models(folder: Path) -> dict[int | str, Path]:
-    """List the files of a run's actors by episode, in order; "best" is the last."""
-    found: dict[int | str, Path] = {}
-    for path in folder.glob(ACTORS):
-        name = path.stem.removeprefix("actor_")
-        if name == "best" or name.isdecimal():
-            found[name if name == "best" else int(name)] = path
-    return dict(sorted(found.items(), key=lambda item: (item[0] == "best", item)))
+    """List the files of a run's actors by episode, in order; then come "best", and "distilled"."""
+    found = {path.stem.removeprefix("actor_"): path for path in folder.glob(ACTORS)}
+    episodes = {int(name): path for name, path in found.items() if name.isdecimal()}
+    return dict(sorted(episodes.items())) | {name: found[name] for name in NAMED if name in found}
 
 
 def critic_of(actor: Path) -> Path:
@@ -77,29 +75,29 @@ def find_run(run: int | str, root: Path = ROOT, holding: str = "") -> Path:
     return folder
 
 
-def find_model(run: int | str, name: int | str | None = None, root: Path = ROOT) -> Path:
-    """Find the file of a run's actor, by its episode or best; else the best if there is one, or the last."""
+def find_model(run: int | str, name: int | str | None = None, root: Path = ROOT, but: str = "") -> Path:
+    """Find the file of a run's actor, by its name; else the last of `list_models()`, but for one name."""
     folder = find_run(run, root, ACTORS)
     found = list_models(folder)
     path = folder / MODELS / f"actor_{name}.pth"
     if name is None:
-        path = next(reversed(found.values()), folder / ACTORS)
+        path = next((found[name] for name in reversed(found) if name != but), folder / ACTORS)
     if not path.is_file():
         raise FileNotFoundError(f"there is no {path}; the episodes of this run are: {_listed(found)}")
     return path
 
 
-def parse(text: str, root: Path = ROOT) -> Path:
+def parse(text: str, root: Path = ROOT, but: str = "") -> Path:
     """Find the actor that a user means by "run3:2000", "run3:best", "run3", "latest", a folder, a file.
 
-    A run alone means its best model, or the last.
+    A run alone means its distilled model, or its best one, or the last, but for one name.
     """
     if Path(text).is_file():
         return Path(text)
     if text.endswith(".pth"):
         raise FileNotFoundError(f"there is no file {text}; a run's model is also found as runN:EPISODE, runN or latest")
-    run, name = re.fullmatch(r"(.*?)(?::(\d+|best))?", text).groups()
-    return find_model(run, name, root)
+    run, name = re.fullmatch(rf"(.*?)(?::(\d+|{'|'.join(NAMED)}))?", text).groups()
+    return find_model(run, name, root, but)
 
 
 def save_models(folder: Path, episode: int | str, *states: Mapping[str, Any]) -> None:

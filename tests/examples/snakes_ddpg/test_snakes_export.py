@@ -19,15 +19,15 @@ from typing import Any
 
 import export
 import numpy as np
+import player.submission_template as template
 import pytest
-import snakes.submission_template as template
 import torch
+from player.search import Search
 from shared.program import UserError
-from snakes.ddpg import Actor, Critic
+from snakes.ddpg import Actor, Critic, Policy
 from snakes.features import DIRECTION, FEATURES, observe
 from snakes.game import NEXT, OPPOSITE, SNAKES, Game
 from snakes.opponents import OPPONENTS
-from snakes.search import Policy, Search
 from snakes_boards import crowded, place
 
 pytestmark = pytest.mark.storm  # the first time, compiling the players takes half a minute

@@ -14,8 +14,8 @@ import play
 import processes
 import pytest
 from PIL import Image
+from player.drawing import Frame, render, write_gif
 from shared.program import UserError
-from snakes.drawing import Frame, render, write_gif
 from snakes.evaluation import play_games
 from snakes.game import DOWN, LEFT, RIGHT, UP
 from snakes.opponents import OPPONENTS, get

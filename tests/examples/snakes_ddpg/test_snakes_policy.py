@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from player.search import load_player
 from snakes.collector import explore
-from snakes.ddpg import Actor, Critic, load_network
+from snakes.ddpg import Actor, Critic, Policy, load_network
 from snakes.features import FEATURES, observe
 from snakes.game import DOWN, LEFT, RIGHT, UP, Game
-from snakes.search import Policy, load_player
 
 TURN = {UP: (LEFT, UP, RIGHT), RIGHT: (UP, RIGHT, DOWN), DOWN: (RIGHT, DOWN, LEFT), LEFT: (DOWN, LEFT, UP)}
 

@@ -91,6 +91,15 @@ def test_models_are_found_by_episode(root):
     assert runs.find_model(2, root=root) == folder / "actor_1000.pth"
 
 
+def test_a_distilled_model_is_preferred_but_not_to_begin_with(root):
+    folder = root / "run2_20250102_000000" / "trained_model"
+    (folder / "actor_distilled.pth").touch()
+    (folder / "actor_other.pth").touch()
+    assert list(runs.list_models(folder.parent)) == [900, 1000, "best", "distilled"]
+    assert runs.parse("run2", root) == runs.parse("run2:distilled", root) == folder / "actor_distilled.pth"
+    assert runs.parse("run2", root, but="distilled") == folder / "actor_best.pth"
+
+
 def test_a_missing_model_is_told_with_those_that_exist(root):
     folder = root / "run2_20250102_000000" / "trained_model"
     with pytest.raises(FileNotFoundError) as caught:

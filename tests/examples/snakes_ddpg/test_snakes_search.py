@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from snakes.ddpg import Actor, Critic
+from player.search import DOUBT, GAMMA, LAMBDA, LIMIT, MARGIN, NEAR, PLACES, TRAP, Search, escape, load_player
+from player.submission_template import distance
+from player.submission_template import escape as escape_of_submission
+from snakes.ddpg import Actor, Critic, Policy
 from snakes.features import DIRECTION, FEATURES, observe
 from snakes.game import BEAN, LEFT, NEXT, NONE, RIGHT, SNAKES, Boards, Game, foresee
-from snakes.search import DOUBT, GAMMA, LAMBDA, LIMIT, MARGIN, NEAR, PLACES, TRAP, Policy, Search, escape, load_player
-from snakes.submission_template import distance
-from snakes.submission_template import escape as escape_of_submission
 from snakes_boards import crowded, place
 from torch import nn
 

@@ -6,32 +6,24 @@ import os
 import re
 import runpy
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from processes import Ended, free_port, platform_env, run
+from player.search import load_player
 from snakes.evaluation import play_games
 from snakes.features import FEATURES, observe
 from snakes.opponents import OPPONENTS
-from snakes.search import load_player
+from snakes_ranks import FOLDER, checkpoint, launch, look_that_each_is_one_line, said, train
 
 import ddpkit
 
 pytestmark = pytest.mark.storm  # it trains again and again
-FOLDER = Path(__file__).parents[3] / "examples" / "snakes_ddpg"
-PATIENCE = 900.0  # seconds for a launch, which takes 10 on an idle machine
+PROGRAM = "train_min.py"
 BOARDS, ROWS, UPDATES, GAMES = 7, 50, 58, 5  # of which 2 and 3 ranks get different shares
 TINY = f"--boards {BOARDS} --rows {ROWS} --memory 630 --episodes 2 --games {GAMES}"
-
-
-def train(flags: str) -> None:
-    """What a rank does."""
-    sys.argv = ["train_min.py", *flags.split()]
-    runpy.run_path(str(FOLDER / "train_min.py"), run_name="__main__")
 
 
 def train_with_a_signal(flags: str, number: int, updates: int) -> None:
@@ -45,37 +37,7 @@ def train_with_a_signal(flags: str, number: int, updates: int) -> None:
         return averaging(*modules)
 
     ddpkit.averaging = interrupted
-    train(flags)
-
-
-def train_again_and_again(cases: list[str]) -> None:
-    """Runs the trainer with one set of flags after another, as the same rank."""
-    with ddpkit.distributed(num_threads=1):
-        for flags in cases:
-            with pytest.raises(SystemExit) as end:
-                train(flags)
-            sys.stderr.flush()
-            print(f"exit status {end.value.code}", flush=True)
-
-
-def launch(ranks: int, fn: Any, *args: Any) -> list[Ended]:
-    """Runs a function as every rank, started by hand; without a launcher's variables if there is one rank."""
-    port = free_port()
-    envs = [platform_env(rank, ranks, port) for rank in range(ranks)] if ranks > 1 else [{"OMP_NUM_THREADS": "1"}]
-    return run(fn, envs, *args, timeout=PATIENCE)
-
-
-def said(ended: list[Ended], code: int = 0) -> str:
-    """What the main process has said, and that all ended well and the others kept silent."""
-    for process in ended:
-        assert process.code == code, process.output
-    assert "".join(process.output for process in ended[1:]) == ""
-    return ended[0].output
-
-
-def checkpoint(folder: Path) -> dict[str, Any]:
-    name = (folder / "latest").read_text().split()[0]
-    return torch.load(folder / name)["state"]
+    train(PROGRAM, flags)
 
 
 def look_alike(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -91,7 +53,7 @@ def look_alike(one: dict[str, Any], other: dict[str, Any]) -> None:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of a run on one process, and what it said."""
     folder = tmp_path_factory.mktemp("whole")
-    return folder, said(launch(1, train, f"{TINY} --folder {folder}"))
+    return folder, said(launch(1, train, PROGRAM, f"{TINY} --folder {folder}"))
 
 
 Whole = tuple[Path, str]
@@ -111,7 +73,7 @@ def test_a_run_reports_and_leaves_a_checkpoint_and_an_actor_that_play_py_loads(w
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_several_ranks_learn_and_play_what_one_does(whole: Whole, tmp_path: Path, ranks: int) -> None:
-    output = said(launch(ranks, train, f"{TINY} --folder {tmp_path}"))
+    output = said(launch(ranks, train, PROGRAM, f"{TINY} --folder {tmp_path}"))
     look_alike(checkpoint(tmp_path), checkpoint(whole[0]))
     report = f"[update {UPDATES} of {UPDATES}]"
     assert report in output
@@ -133,7 +95,7 @@ def test_a_run_that_signals_stop_twice_goes_on_with_other_ranks_as_if_nothing_ha
     second = checkpoint(tmp_path)["optimizer"]["state"][0]["step"]
     assert first + 15 <= second < first + 25
 
-    output = said(launch(2, train, flags))
+    output = said(launch(2, train, PROGRAM, flags))
     assert f"goes on after update {second:.0f} of {UPDATES}, on 2 rank" in output
     look_alike(checkpoint(tmp_path), checkpoint(whole[0]))
 
@@ -150,20 +112,12 @@ def test_wrong_flags_are_one_line_once_and_end_all_ranks(whole: Whole) -> None:
         f"--folder {folder / 'actor.pth'}": "actor.pth is a file.*folder",
         "--boards 8": f"--boards {BOARDS} .*another --folder",
     }
-    ended = launch(2, train_again_and_again, [f"{TINY} --folder {folder} {flags}" for flags in cases])
-    assert [process.code for process in ended] == [0, 0], ended[0].output
-    spoken, silence = ([*re.split(r"(?<=exit status 2)\n", process.output)] for process in ended)
-    assert silence == ["exit status 2"] * len(cases) + [""]
-    for (flags, expected), output in zip(cases.items(), [text for text in spoken if text], strict=True):
-        lines = [line for line in output.splitlines() if "error" in line]
-        assert len(lines) == 1, output
-        assert re.search(f"^train_min.py: error: .*{expected}", lines[0]), (flags, output)
-        assert "Traceback" not in output and "usage" not in output
+    look_that_each_is_one_line(PROGRAM, f"{TINY} --folder {folder}", cases)
     assert before == {path: path.stat().st_mtime_ns for path in folder.iterdir()}
 
 
 def test_a_batch_holds_what_was_seen_done_gained_and_seen_next() -> None:
-    program = runpy.run_path(str(FOLDER / "train_min.py"))
+    program = runpy.run_path(str(FOLDER / PROGRAM))
     torch.manual_seed(0)
     agent = program["Agent"]()
     memory, total = 64, 5
@@ -206,6 +160,6 @@ def test_a_batch_holds_what_was_seen_done_gained_and_seen_next() -> None:
 
 
 def test_it_learns_to_beat_the_greedy_player_in_seconds(tmp_path: Path) -> None:
-    output = said(launch(1, train, f"--boards 64 --rows 512 --episodes 400 --games 100 --folder {tmp_path}"))
+    output = said(launch(1, train, PROGRAM, f"--boards 64 --rows 512 --episodes 400 --games 100 --folder {tmp_path}"))
     rates = [float(rate) for rate in re.findall(r"win rate (\S+)", output)]
     assert rates[-1] > 0.4, output

@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import same
+from player.search import load_player
 from processes import CLEAN, Ended, free_port, platform_env, run
-from snakes.ddpg import Actor
+from snakes.ddpg import Actor, Policy
 from snakes.evaluation import play_games
 from snakes.opponents import OPPONENTS
 from snakes.runs import critic_of, list_models, list_runs
-from snakes.search import Policy, load_player
 
 import ddpkit
 

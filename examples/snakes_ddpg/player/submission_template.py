@@ -1,11 +1,11 @@
 """Play snakes 3 against 3 on the competition platform, which calls `my_controller()` for each snake and step.
 
-It needs NumPy and no other file: `export.py` puts the weights of a trained actor and critic behind it. A snake sees the
-42 numbers of `features.py`, and the search is that of `search.py`, both without Numba. A cell is a number from 0 to
-199, row by row, and a set of cells an integer with a bit for each.
+It needs NumPy and no other file: `export.py` puts the weights of trained networks behind it. A snake sees the 42
+numbers of `features.py`, and a distilled network the picture of `student.py`, too; the search is that of `search.py`,
+all without Numba. A cell is a number from 0 to 199, row by row, and a set of cells an integer with a bit for each.
 """
 
-# ruff: noqa: B905, RUF007  (the platform's Python may be too old for zip(strict=…) and pairwise())
+# ruff: noqa: B905  (the platform's Python may be too old for zip(strict=…) and pairwise())
 
 import base64
 import time
@@ -29,6 +29,11 @@ LAST = FIRST << (COLUMNS - 1)
 
 ACTOR = []  # (weights, biases) of each layer, float32
 CRITIC = []  # the same
+BOARD = []  # the same of a distilled network's convolutions, if there is one
+HEAD = []  # the same of its other layers
+PLANES = 10  # of the picture that it sees
+SIDE = 15  # cells of the picture, each way
+FAR = 20  # steps that count as never
 STEPS = 0  # that the search looks ahead; 0: play as the actor prefers
 SECONDS = 0.5  # that a team's moves in a step may take; then the search answers with what it has found
 GAMMA = 0.97  # this and the next as in search.py
@@ -69,7 +74,7 @@ def read(observation):
 
 
 def choose(beans, bodies, snake, started):
-    """Find the direction that the actor prefers, or that of the search."""
+    """Find the direction that the network prefers, or that of the search."""
     if not started or bodies != _seen["bodies"]:  # the first call of a step
         _seen["before"] = _seen["bodies"] if started else None
         _seen["bodies"] = bodies
@@ -78,7 +83,8 @@ def choose(beans, bodies, snake, started):
     headings = [find_heading(body, old) for body, old in zip(bodies, before)]
     team = snake // 3
     if team not in _plans:
-        _plans[team] = search(bodies, headings, beans, team)
+        find = prefer if BOARD else search
+        _plans[team] = find(bodies, headings, beans, team)
     return TURNS[headings[snake]][_plans[team][snake]]
 
 
@@ -96,7 +102,7 @@ def search(bodies, headings, beans, team):
     """
     begin = time.monotonic()
     seen = [look(bodies, beans, s, headings[s]) for s in range(SNAKES)]
-    ranks = [rank(features) for features in seen]
+    ranks = [np.argsort(-think(ACTOR, features), kind="stable").tolist() for features in seen]
     ways = [best for best, _, _ in ranks]
     for k in range(3):
         s = 3 * team + k
@@ -108,11 +114,6 @@ def search(bodies, headings, beans, team):
             values = [found + MARGIN * (way == preferred) for way, found in zip(tried, values)]
             ways[s] = tried[values.index(max(values))]
     return ways
-
-
-def rank(seen):
-    """Sort the ways of a snake, the most probable first."""
-    return np.argsort(-think(ACTOR, seen), kind="stable").tolist()
 
 
 def value(bodies, headings, beans, s, ways, ranks, deadline):
@@ -159,7 +160,7 @@ def play_on(bodies, headings, beans, team, ways, deadline):
         yield total + weight * (lead + GAMMA * expected)
         total += weight * (lead + GAMMA * (1 - LAMBDA) * expected)
         weight *= GAMMA * LAMBDA
-        ways = [rank(features)[0] for features in seen]
+        ways = [int(think(ACTOR, features).argmax()) for features in seen]
 
 
 def escape(bodies, snake):
@@ -335,11 +336,74 @@ def think(layers, seen):
     return weights @ values + biases
 
 
-def unpack(sizes, text):
-    """Read layers of these sizes, from their weights and biases in turn as base64 of little-endian float32."""
+def prefer(bodies, headings, beans, team):
+    """Find the ways that a distilled network likes best, for a team's snakes, which choose in turn."""
+    ways = [1] * SNAKES
+    going = []
+    for s in range(3 * team, 3 * team + 3):
+        image = draw(bodies, beans, s, headings[s], going)
+        for (weights, biases), stride in zip(BOARD, (1, 2, 1)):
+            image = convolve(image, weights, biases, stride)
+        numbers = np.array(look(bodies, beans, s, headings[s]), np.float32)
+        ways[s] = int(think(HEAD, np.concatenate([image.ravel(), numbers])).argmax())
+        going.append(neighbours(bodies[s][0])[TURNS[headings[s]][ways[s]]])
+    return ways
+
+
+def draw(bodies, beans, snake, heading, going):
+    """Draw what the snake sees of the board, its heading up; mates go to the cells `going`."""
+    leaves = [0] * CELLS  # the step in which each cell is free again
+    planes = np.zeros((PLANES, CELLS), np.float32)
+    planes[0, beans] = 1
+    planes[9, going] = 1
+    heads = [], [], []  # its own, its mates', its rivals'
+    for s, body in enumerate(bodies):
+        kind = 0 if s == snake else 1 if s // 3 == snake // 3 else 2
+        heads[kind].append(body[0])
+        for i, cell in enumerate(body):
+            leaves[cell] = len(body) - i
+            planes[1 + kind, cell] = min(1, leaves[cell] / FAR)
+        if kind:
+            planes[6 + kind, body[0]] = (len(body) - 1) / 10
+    for kind in range(3):
+        planes[4 + kind] = 1 - np.array(reach(heads[kind], leaves)) / FAR
+    half = SIDE // 2
+    ahead, right = np.mgrid[half : -half - 1 : -1, -half : half + 1]
+    down, right = ((-ahead, right), (ahead, -right), (-right, -ahead), (right, ahead))[heading]
+    row, column = divmod(bodies[snake][0], COLUMNS)
+    return planes[:, (row + down) % ROWS * COLUMNS + (column + right) % COLUMNS]
+
+
+def reach(heads, leaves):
+    """Find the step in which each cell can be reached from any of some heads, FAR if not before."""
+    steps = [FAR] * CELLS
+    for head in heads:
+        steps[head] = 0
+    known = list(heads)
+    for cell in known:
+        step = steps[cell] + 1
+        for near in neighbours(cell):
+            if steps[near] == FAR > step >= leaves[near]:
+                steps[near] = step
+                known.append(near)
+    return steps
+
+
+def convolve(image, weights, biases, stride):
+    """Convolve an image, (channels, rows, columns), by squares of 3 x 3, with ReLU."""
+    size = (image.shape[1] - 3) // stride + 1
+    ends = [slice(first, first + stride * size, stride) for first in range(3)]
+    patches = np.stack([image[:, rows, columns] for rows in ends for columns in ends], 1).reshape(-1, size * size)
+    found = weights.reshape(len(weights), -1) @ patches + biases[:, None]
+    return np.maximum(found, 0).reshape(-1, size, size)
+
+
+def unpack(shapes, text):
+    """Read layers with weights of these shapes, and their biases, in turn as base64 of little-endian float32."""
     numbers = np.frombuffer(base64.b64decode(text), "<f4")
     layers = []
-    for inputs, outputs in zip(sizes, sizes[1:]):
-        weights, biases, numbers = np.split(numbers, [inputs * outputs, (inputs + 1) * outputs])
-        layers.append((weights.reshape(outputs, inputs), biases))
+    for shape in shapes:
+        size = int(np.prod(shape))
+        weights, biases, numbers = np.split(numbers, [size, size + shape[0]])
+        layers.append((weights.reshape(shape), biases))
     return layers

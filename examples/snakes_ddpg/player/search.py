@@ -5,11 +5,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from numba import njit
+from snakes.ddpg import Actor, Critic, Policy, load_network, read_weights
+from snakes.features import DIRECTION, DISTANCE, PER_WAY, WAYS
+from snakes.game import CELLS, NEXT, SNAKES, START_LENGTH, Boards, foresee, segment
+from snakes.runs import critic_of
+from torch import nn
 
-from .ddpg import Actor, Critic, load_network
-from .features import DIRECTION, DISTANCE, FEATURES, PER_WAY, WAYS, observe
-from .game import CELLS, NEXT, SNAKES, START_LENGTH, Boards, foresee, segment
-from .runs import critic_of
+from .student import Student, StudentPolicy
 
 DEPTH = 6  # steps that it looks ahead
 GAMMA = 0.97  # discount per step, as in training
@@ -20,25 +22,6 @@ TRAP = 0.6  # part of its gain that a snake counts as lost if it cannot go on
 MARGIN = 0.05  # by how much another way has to be better than the actor's
 LIMIT = 12  # steps after which a snake counts as safe from a trap
 PLACES = 300  # that are tried; a snake that has so many to try counts as safe, too
-
-
-class Policy:
-    """Play as one team, by each snake's most probable way: a player like those in `opponents.py`."""
-
-    def __init__(self, actor: Actor) -> None:
-        self.actor = actor
-
-    @torch.no_grad()
-    def __call__(self, boards: Boards, team: int, actions: np.ndarray) -> None:
-        ways = self.actor(self.look(boards, team)).argmax(-1).cpu().numpy()
-        snakes = slice(3 * team, 3 * team + 3)
-        actions[:, snakes] = DIRECTION[boards.headings[:, snakes], ways]
-
-    def look(self, boards: Boards, team: int) -> torch.Tensor:
-        """See what the actor takes: (n, 3, FEATURES), on its device."""
-        seen = np.empty((len(boards.times), 3, FEATURES), np.float32)
-        observe(boards, team, seen)
-        return torch.from_numpy(seen).to(next(self.actor.parameters()).device)
 
 
 class Search(Policy):
@@ -58,47 +41,46 @@ class Search(Policy):
         self.depth = depth
 
     @torch.no_grad()
-    def __call__(self, boards: Boards, team: int, actions: np.ndarray) -> None:
-        seen = torch.cat([self.look(boards, side) for side in (0, 1)], dim=1)
-        ranks = _rank(self.actor.layers(seen))
-        ways = ranks[..., 0].copy()
-        free = seen[..., : WAYS * PER_WAY : PER_WAY].cpu().numpy() > 0
-        for s in range(3 * team, 3 * team + 3):
-            ways[:, s] = self.choose(boards, s, ways, ranks, free[:, s])
-        snakes = slice(3 * team, 3 * team + 3)
-        actions[:, snakes] = DIRECTION[boards.headings[:, snakes], ways[:, snakes]]
+    def plan(self, boards: Boards, team: int) -> tuple[np.ndarray, np.ndarray]:
+        """Choose the ways of a team's snakes, in its columns of (n, 6); return them, and the values, (n, 3, WAYS).
 
-    def choose(self, boards: Boards, s: int, ways: np.ndarray, ranks: np.ndarray, free: np.ndarray) -> np.ndarray:
-        """Choose a way of one snake, of its free ones and that of `ways`, which are all snakes': (n,)."""
-        every = np.arange(len(ways))
-        preferred = ways[:, s]
-        tried = free.copy()
-        tried[every, preferred] = True
-        b, way = tried.nonzero()
-        others = ways[b]
-        others[:, s] = way
-        values = np.full(tried.shape, -np.inf)
-        values[b, way] = self.value(boards.pick(b), s, others, ranks[b])
-        values[every, preferred] += MARGIN
-        return values.argmax(1)
+        A way that leads into a body has the value -inf, unless the actor prefers it.
+        """
+        seen = self.look(boards, 0, 1)
+        ranks = self.actor.layers(seen).argsort(stable=True, dim=-1, descending=True).numpy(force=True)
+        ways = ranks[..., 0].copy()
+        free = seen[..., : WAYS * PER_WAY : PER_WAY].numpy(force=True) > 0
+        values = np.full((len(ways), 3, WAYS), -np.inf)
+        for k in range(3):
+            s = 3 * team + k
+            preferred = np.eye(WAYS, dtype=np.bool_)[ways[:, s]]
+            b, way = (free[:, s] | preferred).nonzero()
+            others = ways[b]
+            others[:, s] = way
+            values[b, k, way] = self.value(boards.pick(b), s, others, ranks[b])
+            ways[:, s] = (values[:, k] + MARGIN * preferred).argmax(1)
+        return ways, values
 
     def value(self, boards: Boards, s: int, ways: np.ndarray, ranks: np.ndarray) -> np.ndarray:
         """Value the boards for a snake's team if all go their ways, (n, 6), or a rival near it another one: (n,)."""
         team = s // 3
-        value = self.play_on(boards, team, ways)
-        surely = value.copy()
         heads = np.take_along_axis(boards.bodies, boards.heads[..., None].astype(np.int64), axis=2)[..., 0]
+        which, futures, doubts = [np.arange(len(ways))], [ways], [np.zeros(len(ways))]
         for rival in range(3 - 3 * team, 6 - 3 * team):
-            near = DISTANCE[heads[:, s], heads[:, rival]] <= NEAR
+            near = np.flatnonzero(DISTANCE[heads[:, s], heads[:, rival]] <= NEAR)
             for place, doubt in enumerate(DOUBT, start=1):
                 other = ways[near]
                 other[:, rival] = ranks[near, rival, place]
-                value[near] += doubt * (self.play_on(boards.pick(near), team, other) - surely[near])
-        return value
+                which.append(near)
+                futures.append(other)
+                doubts.append(np.full(len(near), doubt))
+        which = np.concatenate(which)
+        found = self.play_on(boards.pick(which), team, np.concatenate(futures))
+        surely = found[: len(ways)]
+        return surely + np.bincount(which, np.concatenate(doubts) * (found - surely[which]))
 
     def play_on(self, boards: Boards, team: int, ways: np.ndarray) -> np.ndarray:
-        """Value the boards for a team if all snakes go these ways, (n, 6), and then as the actor prefers: (n,)."""
-        boards = boards.pick(np.arange(len(ways)))
+        """Value boards, which move, for a team if all go these ways, (n, 6), and then as the actor prefers: (n,)."""
         rewards = np.zeros((len(ways), SNAKES), np.int16)
         died = np.zeros((len(ways), SNAKES), np.bool_)
         steps = np.empty((len(ways), 3))
@@ -112,19 +94,16 @@ class Search(Policy):
                 total -= TRAP * (gained * (1 - steps / LIMIT)).sum(1)
             gains = rewards.reshape(-1, 2, 3).sum(2)
             lead = gains[:, team] - gains[:, 1 - team]
-            sides = [self.look(boards, side) for side in (0, 1)]
-            preferences = [self.actor.layers(seen) for seen in sides]
-            expected = expect(self.critic, preferences[team].softmax(-1), sides[team])
-            part = 1.0 if step == self.depth - 1 else 1 - LAMBDA
-            total += weight * (lead + GAMMA * part * expected.cpu().numpy())
+            is_last = step == self.depth - 1
+            seen = self.look(boards, *([team] if is_last else [0, 1]))
+            preferences = self.actor.layers(seen)
+            own = slice(None) if is_last else slice(3 * team, 3 * team + 3)
+            expected = expect(self.critic, preferences[:, own].softmax(-1), seen[:, own])
+            part = 1.0 if is_last else 1 - LAMBDA
+            total += weight * (lead + GAMMA * part * expected.numpy(force=True))
             weight *= GAMMA * LAMBDA
-            ways = _rank(torch.cat(preferences, dim=1))[..., 0]
+            ways = preferences.argmax(-1).numpy(force=True)
         return total
-
-
-def _rank(preferences: torch.Tensor) -> np.ndarray:
-    """Sort the ways of snakes, the most probable first: (..., WAYS)."""
-    return preferences.argsort(stable=True, dim=-1, descending=True).cpu().numpy()
 
 
 def expect(critic: Critic, chances: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
@@ -132,11 +111,26 @@ def expect(critic: Critic, chances: torch.Tensor, seen: torch.Tensor) -> torch.T
     return (chances * critic(seen)).sum(-1).mean(-1)
 
 
+class Distilled(nn.ModuleDict):
+    """Hold what is in a file `actor_distilled.pth`: a network, and the model that has searched for it."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__({"actor": Actor(hidden), "critic": Critic(hidden), "student": Student()})
+
+
+def is_distilled(path: Path) -> bool:
+    """Tell if a file holds what `distil.py` writes; raise as `read_weights()`."""
+    return any(name.startswith("student.") for name in read_weights(path))
+
+
 def load_player(path: Path, depth: int = DEPTH) -> Policy:
-    """Load the player in a file `actor_*.pth`, which searches, unless the depth is 0, with the critic beside it.
+    """Load the player in a file `actor_*.pth`, which searches, unless the depth is 0, with the critic beside or in it.
 
     Raise a FileNotFoundError if there is no such file, or no critic, a ValueError if they do not fit.
     """
+    if is_distilled(path):
+        whole = load_network(Distilled, path)
+        return Search(whole["actor"], whole["critic"], depth) if depth else StudentPolicy(whole["student"])
     actor = load_network(Actor, path)
     if depth == 0:
         return Policy(actor)

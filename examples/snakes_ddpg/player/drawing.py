@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from PIL import Image, ImageDraw, ImageFont
-
-from .game import CELLS, COLUMNS, NONE, ROWS, Game
+from snakes.game import CELLS, COLUMNS, NONE, ROWS, Game
 
 SNAKE = ("#48a0ff", "#26d6d6", "#5cd06c", "#f04850", "#ff922c", "#ff70a0")  # team A is blue and green
 CODES = (75, 80, 120, 203, 215, 211)  # the same in a terminal of 256 colours

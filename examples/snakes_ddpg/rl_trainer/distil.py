@@ -1,0 +1,247 @@
+"""Distil a trained model's search into a network that plays well without it, on any number of ranks.
+
+From the folder above, on one process or on two; the best model of a run, and any other::
+
+    python rl_trainer/distil.py latest
+    torchrun --nproc_per_node=2 rl_trainer/distil.py run3:8000
+
+In the first round the model plays games, and its search labels every state with the values of the three ways; the
+network learns their softmax. In the next rounds the network plays, and the search labels the states that it gets
+into (DAgger, Ross et al., arXiv:1011.0686); it learns from all labels so far. They are kept in files in the run's
+folder. After Ctrl-C the same command goes on, on any number of ranks.
+
+What to expect: README.md, beside `train_ddp.sh`, has the measured results.
+"""
+
+import argparse
+import itertools
+import logging
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # where `shared` is, which all trainers share
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from player.labels import Examples, mirror, play, write
+from player.search import DEPTH, Search, is_distilled, load_player
+from player.student import Student, StudentPolicy
+from shared.boards import Boards
+from shared.program import OneLineParser, one_message, user_error
+from snakes import runs
+from snakes.ddpg import Policy, computes_in_bfloat16
+from snakes.evaluation import play_on_all_ranks
+from snakes.game import STEPS
+from snakes.opponents import LADDER, OPPONENTS, Player
+
+import ddpkit
+
+log = logging.getLogger("snakes")
+REPORT = 100  # steps between two reports, and checkpoints
+WARM_UP = 100  # steps in which the learning rate rises, in each round
+EVALUATION_SEED = 2**31
+
+
+def read_settings() -> argparse.Namespace:
+    parser = OneLineParser("Distils a model's search into a network.", argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("model", help="an actor_*.pth with its critic, a run's folder, runN, runN:EPISODE, or latest")
+    add("--runs_folder", type=Path, default=runs.ROOT, help="where the runs' folders are")
+    add("--rounds", type=int, default=2, help="of labelling and learning; from the second on the network plays")
+    add("--games", type=int, default=600, help="of 200 steps per round, of all ranks together")
+    add("--games_at_once", type=int, default=48, help="that a rank labels at once, and keeps in one file")
+    add("--depth", type=int, default=DEPTH, help="steps that the search looks ahead")
+    add("--epochs", type=int, default=2, help="passes over all labels so far, per round")
+    add("--batch_size", type=int, default=256, help="states, of three snakes each, per step, of all ranks together")
+    add("--lr", type=float, default=1e-3, help="learning rate at first; it falls to 0 in each round")
+    add("--temperature", type=float, default=0.5, help="of the softmax of the search's values")
+    add("--seed", type=int, default=1, help="of the weights and of all games")
+    add("--eval_games", type=int, default=200, help="against each of the ladder after a round, of all ranks together")
+    text = "of the network; auto: bfloat16 on a CPU with instructions for it"
+    add("--precision", choices=("auto", "float32", "bfloat16"), default="auto", help=text)
+    settings = parser.parse_args()
+    for name, value in vars(settings).items():
+        if isinstance(value, int | float) and not value > 0:
+            parser.error(f"--{name} must be above 0, not {value}")
+    return settings
+
+
+@user_error("cannot start", ValueError, OSError)
+def prepare(settings: argparse.Namespace) -> Path:
+    """Find the model, and make the folder for its labels and checkpoints; return its file."""
+    model = runs.parse(settings.model, settings.runs_folder, but="distilled")
+    if is_distilled(model):
+        raise ValueError(f"{model} is distilled already: name the model that it comes from")
+    load_player(model, settings.depth)  # raises if it cannot search
+    folder = model.parent / "distilled"
+    flags = {name: value for name, value in vars(settings).items() if name not in ("model", "runs_folder")}
+    flags["model"] = model.name
+    if not (folder / "config.json").is_file():
+        folder.mkdir(exist_ok=True)
+        runs.save_json(folder / "config.json", flags)
+    elif (began := runs.read_config(folder)) != flags:
+        other = " ".join(f"--{name} {value}" for name, value in began.items() if value != flags.get(name))
+        raise ValueError(f"what is in {folder} began with {other}: pass the same, or remove that folder to begin anew")
+    return model
+
+
+def main(settings: argparse.Namespace, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
+    """Label and learn, round by round, until the end or a signal. Collective."""
+    model = ddpkit.run_on_main(prepare, settings)
+    folder = model.parent / "distilled"
+    teacher = load_player(model, settings.depth)
+    bfloat16 = settings.precision == "bfloat16" or (
+        settings.precision == "auto" and job.device.type == "cpu" and computes_in_bfloat16()
+    )
+    teacher.actor.layers.bfloat16 = teacher.critic.values.bfloat16 = bfloat16
+
+    # The network, and how far it has come
+    ddpkit.seed_everything(settings.seed)
+    student = ddpkit.wrap_model(Student())
+    policy = StudentPolicy(ddpkit.unwrap_model(student), bfloat16)
+    optimizer = torch.optim.AdamW(student.parameters(), settings.lr)
+    parts = {"student": student, "optimizer": optimizer}
+    checkpoints = ddpkit.Checkpointer(folder / "checkpoints", keep=1)
+    progress = checkpoints.load_latest(**parts) or {"step": 0, "round": 0, "begin": 0, "loader": None}
+    total = progress["step"]
+    if progress["round"] == settings.rounds:
+        log.info("all rounds are done: for others, remove %s, or pass another model", folder)
+    elif total:
+        log.info("goes on after step %d, in round %d, on %d rank(s)", total, progress["round"] + 1, job.world_size)
+    curves = Boards(total, folder, wandb=None)
+
+    log.info("compiling what is not in Numba's cache yet; the first time that takes half a minute")
+    with ddpkit.main_process_first(local=True):
+        next(play(range(4), 0, policy, teacher, list(OPPONENTS.values())))
+
+    for number in range(progress["round"], settings.rounds):
+        # Label: from the second round on, the network plays
+        mover = policy if number else Policy(teacher.actor)
+        if not make_labels(folder, number, mover, teacher, settings, job, stop):
+            log.info("stopped while labelling in round %d: the same command goes on", number + 1)
+            return
+        files = [path for past in range(number + 1) for path in label_files(folder, past, settings)]
+        examples = Examples(files, settings.temperature)
+        seed = settings.seed + number
+        loader = ddpkit.make_loader(examples, global_batch_size=settings.batch_size, seed=seed, collate_fn=list)
+        if progress["loader"]:
+            loader.load_state_dict(progress["loader"])
+        begin = progress["begin"]
+        steps = settings.epochs * loader.steps_per_epoch
+        bar = tqdm(initial=total - begin, total=steps, unit="step", disable=hides_bar())
+
+        # Learn from all labels so far
+        loss_sum = samples = 0
+        for epoch in loader.epochs(settings.epochs):
+            for batch in loader:
+                done = total - begin
+                rate = settings.lr * ddpkit.warmup_factor(done + 1, WARM_UP) * (1 - done / steps)
+                optimizer.param_groups[0]["lr"] = rate
+                with torch.autocast(job.device.type, torch.bfloat16, enabled=bfloat16):
+                    loss = divergence(student, *(part.to(job.device) for part in mirror(batch, epoch)))
+                optimizer.zero_grad()
+                (loss * loader.weight).backward()
+                optimizer.step()
+                total += 1
+                bar.update()
+                loss_sum += loss.item() * loader.samples
+                samples += loader.samples
+
+                # Report and save, now and then; after a signal to any rank, all of them save and stop
+                stopped = stop.now()
+                if done % REPORT == 0 or stopped:
+                    loss_sum, samples = ddpkit.all_reduce((loss_sum, samples))
+                    curves.add({"loss/divergence": loss_sum / samples, "progress/learning_rate": rate}, total)
+                    log.info(
+                        "round %d, step %d of %d: divergence %.4f", number + 1, done + 1, steps, loss_sum / samples
+                    )
+                    loss_sum = samples = 0
+                    state = {"round": number, "begin": begin, "loader": loader.state_dict()}
+                    checkpoints.save(total, **parts, **state)
+                if stopped:
+                    log.info("stopped in round %d: the same command goes on", number + 1)
+                    return
+        bar.close()
+        ddpkit.check_replicas(student, optimizer)
+        path = ddpkit.run_on_main(save, model, teacher, policy.actor)
+        progress = {"round": number + 1, "begin": total, "loader": None}
+        checkpoints.save(total, **parts, **progress)
+        results = play_on_all_ranks(
+            policy, {name: OPPONENTS[name] for name in LADDER}, settings.eval_games, EVALUATION_SEED
+        )
+        for name, result in results.items():
+            log.info("round %d, without search against %s: %s", number + 1, name, result)
+        curves.add({f"evaluation/win_rate_{name}": result.win_rate for name, result in results.items()}, total)
+        log.info("round %d of %d is done: the network is in %s", number + 1, settings.rounds, path)
+    curves.close()
+
+
+def label_files(folder: Path, number: int, settings: argparse.Namespace) -> list[Path]:
+    """Name the files of a round's labels, by the first game of each."""
+    return [folder / f"labels_{number}_{first:05d}.npz" for first in range(0, settings.games, settings.games_at_once)]
+
+
+def make_labels(
+    folder: Path,
+    number: int,
+    mover: Player,
+    teacher: Search,
+    settings: argparse.Namespace,
+    job: ddpkit.Context,
+    stop: ddpkit.Stop,
+) -> bool:
+    """Play the games of a round whose labels are in no file yet; return False if stopped. Collective."""
+    rivals = [OPPONENTS["territory"], OPPONENTS["foresighted"], mover]
+    seed = ddpkit.sample_seed(settings.seed, 3, number)
+    files = label_files(folder, number, settings)
+    left = ddpkit.broadcast([place for place, path in enumerate(files) if not path.is_file()])
+    if left:
+        log.info("labelling the games of round %d: %d of %d files are left", number + 1, len(left), len(files))
+    bar = tqdm(total=len(left) * STEPS, unit="step", disable=hides_bar())
+    for turn in range(0, len(left), job.world_size):
+        mine = left[turn + job.rank : turn + job.rank + 1]
+        for place in mine:
+            first = place * settings.games_at_once
+            games = range(first, min(first + settings.games_at_once, settings.games))
+            steps = play(games, seed, mover, teacher, rivals)
+        found = []
+        for states in steps if mine else itertools.repeat(None, STEPS):  # as many steps on a rank that has nothing left
+            found.append(states)
+            bar.update(job.world_size)
+            if stop.now():
+                return False
+        for place in mine:
+            write(files[place], found)
+    bar.close()
+    ddpkit.barrier()
+    return True
+
+
+def divergence(student: nn.Module, pictures: torch.Tensor, numbers: torch.Tensor, goals: torch.Tensor) -> torch.Tensor:
+    """Compute the Kullback-Leibler divergence of the network's probabilities from the goals, a mean over snakes."""
+    found = student(pictures, numbers).float().log_softmax(-1)
+    return nn.functional.kl_div(found, goals, reduction="batchmean")
+
+
+def save(model: Path, teacher: Search, student: Student) -> Path:
+    """Write the network with the model that searched, so that it can search, too; return the file."""
+    path = model.with_name("actor_distilled.pth")
+    with runs.replacing(path) as whole:
+        parts = {"actor": teacher.actor, "critic": teacher.critic, "student": student}
+        torch.save(nn.ModuleDict(parts).state_dict(), whole)
+    return path
+
+
+def hides_bar() -> bool | None:
+    return None if ddpkit.is_main_process() else True  # None: on a terminal it is shown
+
+
+if __name__ == "__main__":
+    with one_message(logging.Formatter("%(message)s")):
+        given = read_settings()
+        with ddpkit.distributed(num_threads=1) as context, ddpkit.stopping() as stop:
+            main(given, context, stop)
+        sys.exit(stop.exit_code)

@@ -1,0 +1,283 @@
+"""Distilling: what the network sees and learns; the same on 1, 2 and 3 ranks, over stops and starts; wrong flags."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import export
+import numpy as np
+import player.submission_template as template
+import pytest
+import torch
+from player import labels
+from player.search import Search, load_player
+from player.student import Student, StudentPolicy, look
+from snakes import runs
+from snakes.ddpg import Actor, Critic, Policy
+from snakes.evaluation import play_games
+from snakes.features import FEATURES, observe
+from snakes.game import COLUMNS, LEFT, RIGHT, SNAKES, Game
+from snakes.opponents import OPPONENTS
+from snakes_boards import crowded, place
+from snakes_ranks import checkpoint, launch, look_that_each_is_one_line, said, train
+
+import ddpkit
+
+pytestmark = pytest.mark.storm  # it plays and learns again and again
+PROGRAM = "rl_trainer/distil.py"
+GAMES, ROUNDS, FILES, STEPS = 5, 2, 3, 200  # of the games, 2 and 3 ranks get different shares
+TINY = (
+    f"latest --games {GAMES} --games_at_once 2 --rounds {ROUNDS} --depth 1 --epochs 1 --batch_size 40 --eval_games 3 "
+    "--precision float32"
+)
+
+
+def train_with_a_signal(flags: str, number: int, step: int) -> None:
+    """The last rank gets a signal in its step of that number, of labelling or of learning."""
+    now = ddpkit.Stop.now
+    left = iter(range(step - 1, -1_000_000, -1))
+
+    def interrupted(stop: ddpkit.Stop) -> bool:
+        if next(left) == 0 and ddpkit.get_rank() == ddpkit.get_world_size() - 1:
+            os.kill(os.getpid(), number)
+        return now(stop)
+
+    ddpkit.Stop.now = interrupted
+    train(PROGRAM, flags)
+
+
+def new_run(root: Path) -> Path:
+    """Makes a run with an untrained model, of strong opinions; returns the folder of its models."""
+    torch.manual_seed(4)
+    networks = Actor(16), Critic(16)
+    with torch.no_grad():
+        for parameter in torch.nn.ModuleList(networks).parameters():
+            parameter *= 2
+    runs.save_models(root / "run1", "best", *(network.state_dict() for network in networks))
+    return root / "run1" / runs.MODELS
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The models' folder of a run on one process, and what it said."""
+    root = tmp_path_factory.mktemp("whole")
+    folder = new_run(root)
+    return folder, said(launch(1, train, PROGRAM, f"{TINY} --runs_folder {root}"))
+
+
+Whole = tuple[Path, str]
+
+
+def steps_of(folder: Path) -> int:
+    return ddpkit.Checkpointer(folder / "distilled" / "checkpoints").steps()[-1]
+
+
+def look_alike(one: Path, other: Path) -> None:
+    """Look that two runs have made the same labels, but for the rounding of values, and learned the same."""
+    names = [path.name for path in sorted((one / "distilled").glob("labels_*"))]
+    assert len(names) == ROUNDS * FILES
+    for name in names:
+        for found, expected in zip(*(labels.read(folder / "distilled" / name) for folder in (one, other)), strict=True):
+            np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    states = [checkpoint(folder / "distilled" / "checkpoints") for folder in (one, other)]
+    torch.testing.assert_close(states[0]["student"], states[1]["student"], rtol=0, atol=1e-4)
+    assert steps_of(one) == steps_of(other)
+
+
+def test_a_run_leaves_a_network_that_plays_as_it_has_reported(whole: Whole) -> None:
+    folder, output = whole
+    path = runs.parse("latest", folder.parents[1])
+    assert path == folder / "actor_distilled.pth"
+    report = re.search(r"round 2, without search against greedy: (\d) of 3 games won.*score (\S+) : (\S+)", output)
+    result = play_games(load_player(path, 0), OPPONENTS["greedy"], 3, seed=2**31)
+    assert (result.wins, f"{result.score / 3:.1f}") == (int(report[1]), report[2])
+    assert re.search(r"divergence \d", output) and any((folder / "distilled").glob("events.*"))
+    state = checkpoint(folder / "distilled" / "checkpoints")["student"]
+    for name, weights in torch.load(path).items():
+        kind, _, rest = name.partition(".")
+        known = state[rest] if kind == "student" else torch.load(folder / f"{kind}_best.pth")[rest]
+        assert torch.equal(weights, known)
+
+
+def test_the_same_command_says_that_all_is_done_and_other_flags_are_refused(whole: Whole) -> None:
+    folder, _ = whole
+    root = folder.parents[1]
+    before = {
+        path: path.stat().st_mtime_ns for path in (folder / "distilled").rglob("*.*") if "events" not in path.name
+    }
+    assert "all rounds are done" in said(launch(1, train, PROGRAM, f"{TINY} --runs_folder {root}"))
+    (other := root / "other" / "run1").mkdir(parents=True)
+    torch.save({"weight": torch.zeros(3)}, root / "actor_3.pth")
+    cases = {
+        "--games 0": "--games must be above 0, not 0",
+        "--temperature nan": "--temperature must be above 0, not nan",
+        "--rounds many": "--rounds.*'many'",
+        "--round 3": "--round 3",
+        "--games 6": "distilled began with --games 5: pass the same, or remove that folder",
+        f"--runs_folder {root / 'none'}": "there is no .*run.*none",
+        f"--runs_folder {other.parent}": "there is no ",
+    }
+    look_that_each_is_one_line(PROGRAM, f"{TINY} --runs_folder {root}", cases)
+    files = {str(root / "actor_3.pth"): "does not hold an actor", str(folder / "actor_distilled.pth"): "is distilled"}
+    look_that_each_is_one_line(PROGRAM, "", files)
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_several_ranks_label_and_learn_what_one_does(whole: Whole, tmp_path: Path, ranks: int) -> None:
+    folder = new_run(tmp_path)
+    output = said(launch(ranks, train, PROGRAM, f"{TINY} --runs_folder {tmp_path}"))
+    look_alike(folder, whole[0])
+    results = [[line for line in text.splitlines() if "games won" in line] for text in (output, whole[1])]
+    assert results[0] == results[1] and len(results[0]) == 5 * ROUNDS
+
+
+def test_a_run_that_signals_stop_goes_on_with_other_ranks_as_if_nothing_had_happened(
+    whole: Whole, tmp_path: Path
+) -> None:
+    folder = new_run(tmp_path)
+    flags = f"{TINY} --runs_folder {tmp_path}"
+    output = said(launch(1, train_with_a_signal, flags, signal.SIGINT, STEPS + 50), code=128 + signal.SIGINT)
+    assert "stopped while labelling in round 1: the same command goes on" in output
+    made = {path: path.stat().st_mtime_ns for path in (folder / "distilled").glob("labels_*")}
+    assert len(made) == 1
+
+    output = said(launch(2, train_with_a_signal, flags, signal.SIGTERM, STEPS + 4), code=128 + signal.SIGTERM)
+    assert "2 of 3 files are left" in output and "stopped in round 1: the same command goes on" in output
+    step = steps_of(folder)
+    assert 4 <= step < 25
+
+    output = said(launch(3, train, PROGRAM, flags))
+    assert f"goes on after step {step}, in round 1, on 3 rank" in output
+    assert made == {path: path.stat().st_mtime_ns for path in made}
+    look_alike(folder, whole[0])
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_submission_plays_as_the_distilled_network(whole: Whole, tmp_path: Path, depth: int) -> None:
+    folder, _ = whole
+    path = tmp_path / "submission.py"
+    found = {"model": str(folder / "actor_distilled.pth"), "runs_folder": tmp_path, "output": path}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export, "CHECKED", 30)
+        export.main(Namespace(**found, depth=depth, seconds=0.5))  # raises if it plays otherwise
+    assert ("STEPS = 2" in path.read_text()) == (depth == 2)
+
+
+# What the network sees, and what it learns from
+
+
+def all_ways(count: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 3, (count, SNAKES)).astype(np.uint8)
+
+
+def test_a_picture_is_that_of_the_submission() -> None:
+    game = crowded(30, beans=5)
+    boards, ways = game.boards, all_ways(30)
+    for s in range(SNAKES):
+        pictures = look(boards, s, ways)
+        for b in range(30):
+            bodies = game.bodies(b)
+            beans = [int(bean) for bean in boards.beans[b] if bean < 200]
+            mates = range(s // 3 * 3, s)
+            going = [
+                template.neighbours(bodies[mate][0])[template.TURNS[boards.headings[b, mate]][ways[b, mate]]]
+                for mate in mates
+            ]
+            drawn = template.draw(bodies, beans, s, int(boards.headings[b, s]), going)
+            np.testing.assert_allclose(pictures[b], drawn, rtol=0, atol=1e-6)
+
+
+def test_a_snake_is_in_the_middle_of_its_picture_and_goes_up() -> None:
+    game = Game(1)
+    bodies = [[65, 64, 63], [68, 88, 108], *([[3 * i, 3 * i + 1, 3 * i + 2] for i in range(4)])]
+    place(game, 0, bodies, [RIGHT, 0, LEFT, LEFT, LEFT, LEFT], [66, 85])
+    picture = look(game.boards, 0, np.zeros((1, SNAKES), np.uint8))[0]
+    beans, own = picture[0], picture[1]
+    assert beans[6, 7] == 1 and beans[7, 8] == 1  # one ahead, one to the right
+    np.testing.assert_allclose(own[7:10, 7], [3 / 20, 2 / 20, 1 / 20])
+    assert picture[2][4, 7] > 0 and picture[7][4, 7] > 0  # a mate's head, three steps ahead
+
+
+def flipped(game: Game) -> Game:
+    """The boards of a game, left to right."""
+    other = Game(len(game.done))
+    for b in range(len(game.done)):
+        turn = np.array([0, 1, RIGHT, LEFT])
+        bodies = [
+            [cell // COLUMNS * COLUMNS + COLUMNS - 1 - cell % COLUMNS for cell in body] for body in game.bodies(b)
+        ]
+        beans = [int(bean) for bean in game.boards.beans[b] if bean < 200]
+        beans = [bean // COLUMNS * COLUMNS + COLUMNS - 1 - bean % COLUMNS for bean in beans]
+        place(other, b, bodies, turn[game.boards.headings[b]], beans)
+    return other
+
+
+def test_every_second_epoch_a_state_is_seen_in_the_mirror(tmp_path: Path) -> None:
+    batches = []
+    values = np.random.default_rng(1).normal(size=(12, 3, 3))
+    for number, (game, order) in enumerate([(crowded(12, beans=5), 1), (flipped(crowded(12, beans=5)), -1)]):
+        ways = all_ways(12)
+        ways = ways if order == 1 else 2 - ways
+        path = tmp_path / f"{number}.npz"
+        labels.write(path, [labels.keep(game.boards, 1, ways, values[..., ::order])])
+        batches.append(labels.Examples([path], 0.5).__getitems__(list(range(12))))
+    plain, others = batches
+    found = labels.mirror([part.clone() for part in plain], epoch=1)
+    for part, before, other in zip(found, plain, others, strict=False):
+        for row in range(36):
+            turned = (row // 3 + 1) % 2 == 1
+            torch.testing.assert_close(part[row], other[row] if turned else before[row])
+
+
+def test_labels_are_the_searchs_values_of_what_the_players_saw(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    teacher, mover = Search(Actor(8), Critic(8), depth=1), StudentPolicy(Student())
+    steps = list(labels.play(range(3, 9), 7, mover, teacher, [OPPONENTS["greedy"], Policy(Actor(8))]))
+    assert len(steps) == STEPS
+    labels.write(tmp_path / "some.npz", steps[20:30])
+    examples = labels.Examples([tmp_path / "some.npz"], temperature=2.0)
+    pictures, numbers, goals, places = examples.__getitems__([3, 17, 40])
+    assert places.tolist() == [3, 3, 3, 17, 17, 17, 40, 40, 40] and len(examples) == 60
+    for row, at in enumerate([3, 17, 40]):
+        state = labels.States(*(array[at : at + 1] for array in examples.states))
+        boards, team = labels.restore(state), int(state.teams[0])
+        ways, values = teacher.plan(boards, team)
+        np.testing.assert_allclose(values, state.values, atol=1e-5)
+        assert (ways[:, 3 * team : 3 * team + 3] == state.ways).all()
+        seen = np.empty((1, 3, FEATURES), np.float32)
+        observe(boards, team, seen)
+        torch.testing.assert_close(numbers[3 * row : 3 * row + 3], torch.from_numpy(seen[0]))
+        expected = torch.from_numpy(values[0] / 2).softmax(-1)
+        torch.testing.assert_close(goals[3 * row : 3 * row + 3], expected, check_dtype=False)
+        for k in range(3):
+            picture = look(boards, 3 * team + k, ways)
+            torch.testing.assert_close(pictures[3 * row + k], torch.from_numpy(picture[0]))
+
+
+def test_a_game_depends_on_its_number_alone_and_each_kind_is_played() -> None:
+    torch.manual_seed(0)
+    teacher, mover = Search(Actor(8), Critic(8), depth=1), Policy(Actor(8))
+    asked: list[tuple[str, int, int]] = []
+
+    def told(name: str, player: Any) -> Any:
+        def play(boards: Any, team: int, actions: np.ndarray) -> None:
+            asked.append((name, team, len(actions)))
+            player(boards, team, actions)
+
+        return play
+
+    rivals = [told(name, OPPONENTS[name]) for name in ("greedy", "sharing")]
+    all_at_once = list(labels.play(range(8), 7, told("mover", mover), teacher, rivals))
+    assert {(name, team, count) for name, team, count in asked if count} == {
+        ("mover", 0, 2), ("mover", 1, 2), ("greedy", 1, 2), ("greedy", 0, 2), ("sharing", 1, 2), ("sharing", 0, 2)
+    }  # fmt: skip
+    some = list(labels.play(range(4, 6), 7, mover, teacher, rivals))
+    for one, other in zip(all_at_once, some, strict=True):  # of each step: games 0, 2, 4, 6, 1, 3, 5, 7; and 4, 5
+        for found, expected in zip(other, one, strict=True):
+            np.testing.assert_allclose(found, expected[[2, 6]], atol=1e-5)
