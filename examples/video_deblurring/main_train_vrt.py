@@ -54,9 +54,6 @@ def main(opt: Options, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
     warn_of_a_cut_period(train)
 
     found = find_newest(folder / "models")
-    if found and found.saved["step"] >= train["total_iter"]:
-        log.info("nothing to do: raise total_iter to train on, or name another task to start over")
-        return
     seed = choose_seed(train, found)
     ddpkit.seed_everything(seed)
     crops = Crops(clips, data, seed, opt["scale"])
@@ -71,6 +68,9 @@ def main(opt: Options, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
     scaler = torch.amp.GradScaler(job.device.type, enabled=mixed == torch.float16)
     state = {"optimizer": optimizer, "loader": loader, "scaler": scaler}
     step = resume(found, nets, state, train) if found else 0
+    if step >= train["total_iter"]:
+        log.info("nothing to do: raise total_iter to train on, or name another task to start over")
+        return
 
     model, news = wrap(net, opt, job, step), News(step, job.device)
     boards = open_boards(opt, folder, step, found.saved.get("wandb_id") if found else None)
