@@ -216,17 +216,16 @@ def gather_rows(
     if check:
         check_real()
         own = everyone.index(ranks.get_rank())
-        room = max(0, PAYLOAD // len(everyone) - len(matrices))  # numbers for a rank's bytes, after its counts
-        if any(rows.is_cuda for rows in matrices):  # each would be a copy
-            room = 0
+        is_near = all(rows.device.type == "cpu" for rows in matrices)  # else each would be copied
+        room = max(0, PAYLOAD // len(everyone) - len(matrices)) if is_near else 0  # numbers, after a rank's counts
         numbers = np.zeros((len(everyone), len(matrices) + room))
         numbers[own, : len(matrices)] = counts[own]
-        if sum([rows.numel() for rows in matrices]) <= _BYTES * room:
+        if is_near and sum([rows.numel() for rows in matrices]) <= _BYTES * room:
             numbers[own, len(matrices) :] = _as_words(b"".join([rows.numpy().tobytes() for rows in matrices]), room)
         sums = add_up(fingerprint, numbers.reshape(-1), peers).reshape(numbers.shape)
         counts = sums[:, : len(matrices)].astype(np.int64)
         sizes = counts @ [rows.shape[1] for rows in matrices]
-        if sizes.max() <= _BYTES * room:
+        if is_near and sizes.max() <= _BYTES * room:
             words = sums[:, len(matrices) :]
             return [_from_words(*each, matrices) for each in zip(words, counts.tolist(), strict=True)]
     pairs = zip(matrices, counts.T.tolist(), strict=True)
