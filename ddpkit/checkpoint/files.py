@@ -205,14 +205,15 @@ class SummedFile:
     def write(self, data: bytes | memoryview) -> int:
         """Write bytes, and sum many of them meanwhile: both take as long."""
         self.check()
-        summing = threading.Thread(target=self._sum, args=[data])
-        if len(data) < _BLOCK or not _starts(summing):
-            self._sum(data)
-            return self.file.write(data)
-        try:
-            return self.file.write(data)
-        finally:
-            summing.join()
+        if len(data) >= _BLOCK:
+            summing = threading.Thread(target=self._sum, args=[data])
+            if starts(summing):
+                try:
+                    return self.file.write(data)
+                finally:
+                    summing.join()
+        self._sum(data)
+        return self.file.write(data)
 
     def _sum(self, data: bytes | memoryview) -> None:
         self._crc = zlib.crc32(data, self._crc)
@@ -223,8 +224,8 @@ class SummedFile:
         self.flush()
 
 
-def _starts(thread: threading.Thread) -> bool:
-    """Start a thread; return whether it has started: at exit, Python 3.12 starts none."""
+def starts(thread: threading.Thread) -> bool:
+    """Start a thread; return whether it has started: while Python exits, none does."""
     try:
         thread.start()
     except RuntimeError:

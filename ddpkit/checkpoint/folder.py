@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, describe_error, message_of, printable
-from .files import Check, open_file, write_durably
+from .files import Check, open_file, starts, write_durably
 
 Scores = dict[str, float | None]  # by a checkpoint's name, the last written first
 
@@ -262,9 +262,7 @@ class Writing:
     def start(self, write: Callable[[Check], None]) -> None:
         """Write this rank's part by this function, which receives one that raises if it must stop."""
         self._thread = threading.Thread(target=self._run, args=(write,), name="ddpkit-checkpoint", daemon=False)
-        try:
-            self._thread.start()
-        except RuntimeError:  # no thread starts while Python exits
+        if not starts(self._thread):
             self._run(write)
 
     def cancel(self) -> None:
