@@ -1,8 +1,8 @@
 """How the cost of meeting, moving values and watching grows with the number of ranks.
 
-On real ranks of this machine, forked after `import torch`: the time of a call, the CPU time of all ranks together, and
-the requests to torch's store. In the simulated world of the tests, up to thousands: what passes through the store and
-through rank 0's watch, where the store needs a fixed time for each request and does one after the other.
+On real ranks of this machine, forked after `import torch`: the time of a call, and the CPU time of all ranks together.
+In the simulated world of the tests, up to thousands: what passes through the store and between the watches, where the
+store needs a fixed time for each request and does one after the other.
 
     python tests/benchmarks/growth.py --ranks 8 32 128
     python tests/benchmarks/growth.py --simulated 128 1024 4096
@@ -13,18 +13,18 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import socket
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from timing import fork_rank, free_port
 from torch import nn
 
 import ddpkit
@@ -67,36 +67,20 @@ def _measure(rounds: int, folder: Path) -> dict[str, tuple[float, float]]:
     return found
 
 
-def _rank(rank: int, ranks: int, port: int, rounds: int, folder: Path) -> None:
-    place = {"RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-    os.environ.update({name: f"{value}" for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+def _rank(ranks: int, rounds: int, folder: Path) -> None:
     with ddpkit.distributed(timeout=timedelta(minutes=5), num_threads=1):
         found = _measure(rounds, folder)
-    if rank == 0:
+    if os.environ["RANK"] == "0":
         for name, (seconds, used) in found.items():
             print(f"| {ranks} | {name} | {seconds * 1e3:.2f} | {used * 1e3:.1f} |", flush=True)
 
 
 def measure(ranks: int, rounds: int) -> None:
     """Measure each call on so many ranks of this machine."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = int(listener.getsockname()[1])
-    children = []
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
-        for rank in range(ranks):
-            child = os.fork()
-            if child == 0:
-                code = 1
-                try:
-                    _rank(rank, ranks, port, rounds, Path(folder))
-                    code = 0
-                except BaseException:
-                    traceback.print_exc()
-                finally:
-                    sys.stderr.flush()
-                    os._exit(code)
-            children.append(child)
-        for child in children:
+        work = partial(_rank, ranks, rounds, Path(folder))
+        for child in [fork_rank(rank, ranks, work, MASTER_PORT=port) for rank in range(ranks)]:
             os.waitpid(child, 0)
 
 

@@ -18,19 +18,18 @@ import argparse
 import os
 import shlex
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 import torch.distributed as dist
+from timing import fork_rank, free_port
 
 import ddpkit
 
@@ -74,11 +73,6 @@ def _resident() -> float:
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 def _rank(barriers: int, parent: Connection) -> None:
     """Join in the way and at the port that the parent says, and do each further step at its word, until it is over."""
 
@@ -100,21 +94,15 @@ def _rank(barriers: int, parent: Connection) -> None:
 def _fork(rank: int, ranks: int, barriers: int, inherited: list[Connection]) -> Connection:
     """Start a rank; return the connection to it."""
     ours, theirs = Pipe()
-    if os.fork():
-        theirs.close()
-        return ours
-    code = 1
-    try:
+
+    def work() -> None:
         for connection in (*inherited, ours):
             connection.close()
-        os.environ.update(RANK=f"{rank}", WORLD_SIZE=f"{ranks}", MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
         _rank(barriers, theirs)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
+
+    fork_rank(rank, ranks, work)
+    theirs.close()
+    return ours
 
 
 def measure(way: str, connections: list[Connection], barriers: int) -> list[float]:
@@ -129,7 +117,7 @@ def measure(way: str, connections: list[Connection], barriers: int) -> list[floa
         answers = [connection.recv() for connection in connections]
         return time.perf_counter() - start, answers
 
-    join, joined = step((way, f"{_free_port()}"), _AHEAD)
+    join, joined = step((way, f"{free_port()}"), _AHEAD)
     _, (first, second, *_) = step("go on")
     wait, waited = step("go on")
     leave, _ = step("go on")

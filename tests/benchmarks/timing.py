@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import random
+import socket
 import statistics
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +23,30 @@ def make_parser(about: str | None, rounds: int, of: str) -> argparse.ArgumentPar
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=rounds, help=of)
     return parser
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody uses."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def fork_rank(rank: int, ranks: int, work: Callable[[], Any], **more: int) -> int:
+    """Fork a rank of this machine, with a launcher's variables, which does its work and ends; return its process."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        place = {"RANK": rank, "WORLD_SIZE": ranks, "OMP_NUM_THREADS": 1, **more}
+        os.environ.update({name: f"{value}" for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def take_turns(

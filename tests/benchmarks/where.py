@@ -10,42 +10,27 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import socket
 import statistics
 import time
-import traceback
 from datetime import timedelta
+
+from timing import fork_rank, free_port
 
 import ddpkit
 from ddpkit.errors import LaunchError
 from ddpkit.tools.where import ask
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
-def _start(rank: int, ranks: int, port: int) -> int:
-    """Fork a rank, which joins and then sleeps."""
-    child = os.fork()
-    if child:
-        return child
-    try:
-        env = {"RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-        os.environ.update({name: f"{value}" for name, value in env.items()})
-        ddpkit.setup(timeout=timedelta(minutes=5))
-        time.sleep(1000)
-    except BaseException:
-        traceback.print_exc()
-    os._exit(1)
+def _join_and_sleep() -> None:
+    ddpkit.setup(timeout=timedelta(minutes=5))
+    time.sleep(1000)
 
 
 def measure(ranks: int, questions: int) -> list[float]:
     """Return how long each question took until all ranks had answered."""
     os.environ["RES_OPTIONS"] = "timeout:0 attempts:1"  # torch asks for the name behind each connection
-    port = _free_port()
-    crew = [_start(rank, ranks, port) for rank in range(ranks)]
+    port = free_port()
+    crew = [fork_rank(rank, ranks, _join_and_sleep, MASTER_PORT=port) for rank in range(ranks)]
     times: list[float] = []
     try:
         while len(times) < questions:
