@@ -161,15 +161,8 @@ def try_environment(index: Index) -> None:
             f"{index.env_id} needs a package that is not installed ({error}): pip install -e '.[examples-robot]' in "
             "the repository, or set experiment.rollout.enabled=false"
         ) from None
-    with settable():
-        check_environment(index)
-
-
-@contextmanager
-def settable() -> Iterator[None]:
-    """Add the settings that help to an environment's error."""
     try:
-        yield
+        check_environment(index)
     except UserError as error:
         raise UserError(
             f"{error}: set experiment.env to another gymnasium id or module:Class, or experiment.rollout.enabled=false"
