@@ -51,6 +51,11 @@ def users_code(about: str, remedy: str = "") -> Iterator[None]:
 EXPECTED = (UserError, ddpkit.CheckpointError)
 
 
+def hides_bar() -> bool | None:
+    """Return tqdm's `disable`: the main process alone shows a bar, if there is a terminal."""
+    return None if ddpkit.is_main_process() else True
+
+
 def by_number(name: str) -> list[str | int]:
     """Sort names by the numbers in them: 2 before 10."""
     return [int(piece) if piece.isdecimal() else piece for piece in re.split(r"(\d+)", name)]

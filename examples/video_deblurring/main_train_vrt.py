@@ -35,7 +35,7 @@ from deblurring.training import (
     warn_of_a_cut_period,
 )
 from shared.networks import average_of, make_equal, stop_if_not_finite, update_average
-from shared.program import user_error
+from shared.program import hides_bar, user_error
 from tqdm import tqdm
 
 import ddpkit
@@ -74,8 +74,7 @@ def main(opt: Options, job: ddpkit.Context, stop: ddpkit.Stop) -> None:
 
     model, news = wrap(net, opt, job, step), News(step, job.device)
     boards = open_boards(opt, folder, step, found.saved.get("wandb_id") if found else None)
-    no_bar = None if ddpkit.is_main_process() else True  # None: a bar if there is a terminal
-    bar = tqdm(total=train["total_iter"], initial=step, unit="iter", disable=no_bar)
+    bar = tqdm(total=train["total_iter"], initial=step, unit="iter", disable=hides_bar())
     last = leaves = False
     must_all_learn = job.world_size > 1 and not (opt["find_unused_parameters"] or opt["use_static_graph"])
     while not (last or leaves):

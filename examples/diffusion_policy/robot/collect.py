@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from shared.program import Parser, UserError, one_message, user_error
+from shared.program import Parser, UserError, hides_bar, one_message, user_error
 from tqdm import tqdm
 
 import ddpkit
@@ -82,7 +82,7 @@ def main(settings: argparse.Namespace, job: ddpkit.Context) -> None:
     seeds = range(settings.seed, settings.seed + settings.episodes)
     shards = [seeds[start : start + settings.per_shard] for start in range(0, len(seeds), settings.per_shard)]
     mine, reached = range(job.rank, len(shards), job.world_size), 0
-    for number in tqdm(mine, "shards", disable=None if ddpkit.is_main_process() else True):
+    for number in tqdm(mine, "shards", disable=hides_bar()):
         reached += sum(arena.play(player, shards[number]))
         write_shard(settings.folder / f"episodes-{number:05d}.npz", settings.env, player.episodes())
     arena.close()

@@ -28,7 +28,7 @@ import torch
 from gymnasium.envs.registration import EnvSpec
 from PIL import Image
 from shared.networks import find_class
-from shared.program import UserError, user_error, users_code
+from shared.program import UserError, hides_bar, user_error, users_code
 from tqdm import trange
 
 import ddpkit
@@ -90,8 +90,9 @@ class Arena:
         """
         self._make(min(AT_ONCE, len(seeds)))
         successes: list[bool] = []
-        no_bar = None if ddpkit.is_main_process() else True  # None: a bar if there is a terminal
-        for start in trange(0, len(seeds), AT_ONCE, desc="episodes", unit=f" x {AT_ONCE}", leave=False, disable=no_bar):
+        for start in trange(
+            0, len(seeds), AT_ONCE, desc="episodes", unit=f" x {AT_ONCE}", leave=False, disable=hides_bar()
+        ):
             wave = seeds[start : start + AT_ONCE]
             envs = self.envs[: len(wave)]
             seen = [self._begin(env, seed) for env, seed in zip(envs, wave, strict=True)]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from shared.program import UserError, user_error
+from shared.program import UserError, hides_bar, user_error
 from torch import nn
 from torch.utils.data import Dataset
 from tqdm import tqdm
@@ -168,8 +168,7 @@ def scan(config: dict[str, Any]) -> Index:
     """Read every episode, each on one rank; the statistics have the same bits on any number of ranks. Collective."""
     episodes, held_out, entries = ddpkit.run_on_main(list_episodes, config)
     mine = range(ddpkit.get_rank(), len(episodes), ddpkit.get_world_size())
-    no_bar = None if ddpkit.is_main_process() else True
-    bar = tqdm(mine, "reading", unit="episode", leave=False, disable=no_bar)
+    bar = tqdm(mine, "reading", unit="episode", leave=False, disable=hides_bar())
     outcomes = [_try_to_measure(*episodes[number], entries) for number in bar]
     measured = []
     for outcome in ddpkit.gather_exact(outcomes, list(mine), len(episodes)):

@@ -30,7 +30,7 @@ from player.labels import Examples, mirror, play, write
 from player.search import DEPTH, Search, is_distilled, load_player
 from player.student import Student, StudentPolicy
 from shared.boards import Boards
-from shared.program import OneLineParser, one_message, user_error
+from shared.program import OneLineParser, hides_bar, one_message, user_error
 from snakes import runs
 from snakes.ddpg import Policy, computes_in_bfloat16
 from snakes.evaluation import play_on_all_ranks
@@ -233,10 +233,6 @@ def save(model: Path, teacher: Search, student: Student) -> Path:
         parts = {"actor": teacher.actor, "critic": teacher.critic, "student": student}
         torch.save(nn.ModuleDict(parts).state_dict(), whole)
     return path
-
-
-def hides_bar() -> bool | None:
-    return None if ddpkit.is_main_process() else True  # None: on a terminal it is shown
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # where `shared` is, which a
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from shared.boards import Boards
-from shared.program import one_message, user_error
+from shared.program import hides_bar, one_message, user_error
 from snakes import opponents, runs
 from snakes.collector import Collector
 from snakes.ddpg import DDPG, Actor, Critic, Policy, computes_in_bfloat16, load_network
@@ -144,8 +144,7 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: ddpkit.Sto
     rng = np.random.default_rng(seed)  # draws this rank's batches
 
     curves = Boards(total["episodes"], settings.folder, wandb=None)
-    hides_bar = None if ddpkit.is_main_process() else True  # None: on a terminal it is shown
-    bar = tqdm(total=settings.episodes, initial=total["episodes"], unit="episode", disable=hides_bar)
+    bar = tqdm(total=settings.episodes, initial=total["episodes"], unit="episode", disable=hides_bar())
     news = Counter()  # sums over all ranks since the last report
     before = Counter(total)
     start = time.monotonic()

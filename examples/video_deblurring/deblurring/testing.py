@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from shared.networks import evaluating, trying
-from shared.program import UserError, user_error
+from shared.program import UserError, hides_bar, user_error
 from skimage.metrics import structural_similarity
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -121,8 +121,7 @@ def test(
     net = ddpkit.unwrap_model(net)  # ranks have different numbers of clips, and DDP's forward may wait
     mine = list(ddpkit.DistributedEvalSampler(clips))
     tiles = [count_tiles(len(clip), *clip.shapes["L"][:2], opt) for clip in clips]
-    no_bar = None if ddpkit.is_main_process() else True  # None: a bar if there is a terminal
-    bar = tqdm(total=sum(tiles[i] for i in mine), desc="test", unit="tile", leave=False, disable=no_bar)
+    bar = tqdm(total=sum(tiles[i] for i in mine), desc="test", unit="tile", leave=False, disable=hides_bar())
     with bar, evaluating(net):
         found = [_test_clip(net, clips[i], opt, device, images, label, bar) for i in mine]
     results = ddpkit.gather_exact(found, mine, len(clips))
