@@ -26,7 +26,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where `shared` is, which all trainers share
 
 from player.search import DEPTH, Search, load_player
-from player.student import StudentPolicy
+from player.student import StudentPolicy, Value
 from shared.program import Parser, one_message, user_error
 from snakes.ddpg import Policy
 from snakes.game import COLUMNS, NONE, ROWS, SNAKES, Game
@@ -61,7 +61,9 @@ def write(policy: Policy, seconds: float, path: Path) -> None:
     else:
         text += f"ACTOR = {packed(policy.actor)}\n"
     if isinstance(policy, Search):
-        text += f"CRITIC = {packed(policy.critic)}\nSTEPS = {policy.depth}\nSECONDS = float({str(seconds)!r})\n"
+        text += f"RIVALS = {packed(policy.rivals)}\nSTEPS = {policy.depth}\nSECONDS = float({str(seconds)!r})\n"
+        parts = ("own", "others", "both") if isinstance(policy.value, Value) else ("critic",)
+        text += "".join(f"{part.upper()} = {packed(getattr(policy.value, part))}\n" for part in parts)
     path.write_text(text)
 
 

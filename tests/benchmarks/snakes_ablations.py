@@ -54,8 +54,8 @@ GUIDE_C = "--batch_size 64 --a_lr 1e-4 --c_lr 1e-4 --gamma 0.95 --tau 0.001 --ep
 # constants of the search by the rows whose models play with it
 SEARCHES: dict[str, dict[str, Any]] = {
     "search": {},
-    "search, rivals take their first way": {"DOUBT": ()},
-    "search, and no snake counts as trapped": {"DOUBT": (), "TRAP": 0.0},
+    "search, rivals take their first way": {"LIKELY": 1.0},
+    "search, and no snake counts as trapped": {"LIKELY": 1.0, "TRAP": 0.0},
 }
 # flags of the trainer, or a change of its program, by what the row is called
 ABLATIONS: dict[str, str | Callable[[], None]] = {

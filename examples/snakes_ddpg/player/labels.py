@@ -8,16 +8,18 @@ import numpy as np
 import torch
 from numba import njit
 from snakes.features import DIRECTION, FEATURES, PER_WAY, WAYS, observe
-from snakes.game import BEAN, CELLS, NONE, SNAKES, STEPS, Boards, Game, segment
+from snakes.game import BEAN, CELLS, NONE, SNAKES, STEPS, Boards, Game, foresee, segment
 from snakes.opponents import Player, ask
 from snakes.runs import replacing
 
-from .search import Search
+from .search import GAMMA, Search
 from .student import PLANES, SIDE, look
+
+LAMBDA = 0.9  # weight of what follows a step, against what the search expected of it
 
 
 class States(NamedTuple):
-    """Hold boards in little memory, each with what the search finds of one team's ways."""
+    """Hold boards in little memory, each with what the search finds of one team's ways, and what comes of a step."""
 
     bodies: np.ndarray  # (n, CELLS) uint8: the cells of all snakes, one after the other, head first
     lengths: np.ndarray  # (n, 6) uint8
@@ -26,12 +28,17 @@ class States(NamedTuple):
     teams: np.ndarray  # (n,) uint8
     ways: np.ndarray  # (n, 3) uint8: those that the search goes
     values: np.ndarray  # (n, 3, WAYS) float32, -inf where a body is in the way
+    actions: np.ndarray  # (n, 6) uint8: the directions that all snakes take
+    gains: np.ndarray  # (n,) float32: what the team gains on the other in this step, or in all later ones, discounted
 
 
-def keep(boards: Boards, team: int, ways: np.ndarray, values: np.ndarray) -> States:
-    """Keep boards with the search's ways, (n, 6), and values, (n, 3, WAYS)."""
+def keep(
+    boards: Boards, team: int, ways: np.ndarray, values: np.ndarray, actions: np.ndarray, rewards: np.ndarray
+) -> States:
+    """Keep boards with the search's ways, (n, 6), and values, (n, 3, WAYS), the actions, (n, 6), and their rewards."""
     bodies = np.zeros((len(boards.times), CELLS), np.uint8)
     _list_bodies(boards, bodies)
+    gains = rewards.reshape(-1, 2, 3).sum(2).astype(np.float32)
     return States(
         bodies,
         boards.lengths.copy(),
@@ -40,6 +47,8 @@ def keep(boards: Boards, team: int, ways: np.ndarray, values: np.ndarray) -> Sta
         np.full(len(bodies), team, np.uint8),
         ways[:, 3 * team : 3 * team + 3].astype(np.uint8),
         values.astype(np.float32),
+        actions,
+        gains[:, team] - gains[:, 1 - team],
     )
 
 
@@ -84,8 +93,21 @@ def _fill(boards, bodies):
                 boards.cells[b, bean] += BEAN
 
 
+class Batch(NamedTuple):
+    """Hold what is learnt from B states, in each of which a team has three snakes and three rivals."""
+
+    pictures: torch.Tensor  # (3 B, PLANES, SIDE, SIDE): what the team's snakes see
+    numbers: torch.Tensor  # (3 B, FEATURES)
+    goals: torch.Tensor  # (3 B, WAYS): how probable their ways shall be
+    rivals: torch.Tensor  # (3 B, FEATURES): what the rivals see
+    taken: torch.Tensor  # (3 B,): the ways that they take
+    later: torch.Tensor  # (B, 6, FEATURES): what all see after the step, but of no new beans; the team is first
+    gains: torch.Tensor  # (B,): what the team gains on the other after the step, discounted
+    places: torch.Tensor  # (3 B,): of the states, among all
+
+
 class Examples(torch.utils.data.Dataset):
-    """Hold the states of files as examples: what a team's snakes see, and the probabilities that they shall learn."""
+    """Hold the states of files as examples to learn from."""
 
     def __init__(self, files: Sequence[Path], temperature: float) -> None:
         self.states = States(*map(np.concatenate, zip(*map(read, files), strict=True)))
@@ -94,24 +116,45 @@ class Examples(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.states.teams)
 
-    def __getitems__(self, places: list[int]) -> tuple[torch.Tensor, ...]:
-        """Return pictures, numbers and goals of three snakes per state, and the states' places."""
+    def __getitems__(self, places: list[int]) -> Batch:
         states = States(*(array[places] for array in self.states))
         boards = restore(states)
         ways = np.tile(states.ways, 2)
-        pictures = np.empty((len(places), 3, PLANES, SIDE, SIDE), np.float32)
-        numbers = np.empty((len(places), 3, FEATURES), np.float32)
+        taken = (DIRECTION[boards.headings] == states.actions[..., None]).argmax(-1)
+        count = len(places)
+        pictures = np.empty((count, 3, PLANES, SIDE, SIDE), np.float32)
+        seen, later = np.empty((2, count, SNAKES, FEATURES), np.float32)
+        taken_by_rivals = np.empty((count, 3), np.int64)
         for team in (0, 1):
             which = np.flatnonzero(states.teams == team)
-            boards_of_team = boards.pick(which)
-            seen = np.empty((len(which), 3, FEATURES), np.float32)
-            observe(boards_of_team, team, seen)
-            numbers[which] = seen
+            part = boards.pick(which)
             for k in range(3):
-                pictures[which, k] = look(boards_of_team, 3 * team + k, ways[which])
+                pictures[which, k] = look(part, 3 * team + k, ways[which])
+            seen[which] = see_all(part, team)
+            taken_by_rivals[which] = taken[which, 3 - 3 * team : 6 - 3 * team]
+            rewards, died = np.empty((len(which), SNAKES), np.int16), np.empty((len(which), SNAKES), np.bool_)
+            foresee(part, states.actions[which], rewards, died)
+            later[which] = see_all(part, team)
         goals = torch.from_numpy(states.values / self.temperature).softmax(-1)
-        parts = torch.from_numpy(pictures), torch.from_numpy(numbers), goals
-        return *(part.flatten(0, 1) for part in parts), torch.tensor(places).repeat_interleave(3)
+        own, others = torch.from_numpy(seen).split(3, dim=1)
+        return Batch(
+            pictures=torch.from_numpy(pictures).flatten(0, 1),
+            numbers=own.flatten(0, 1),
+            goals=goals.flatten(0, 1),
+            rivals=others.flatten(0, 1),
+            taken=torch.from_numpy(taken_by_rivals).flatten(),
+            later=torch.from_numpy(later),
+            gains=torch.from_numpy(states.gains),
+            places=torch.tensor(places).repeat_interleave(3),
+        )
+
+
+def see_all(boards: Boards, team: int) -> np.ndarray:
+    """Compute what all six snakes see, those of a team first: (n, 6, FEATURES)."""
+    seen = np.empty((2, len(boards.times), 3, FEATURES), np.float32)
+    observe(boards, team, seen[0])
+    observe(boards, 1 - team, seen[1])
+    return np.concatenate(seen, axis=1)
 
 
 def play(numbers: range, seed: int, mover: Player, teacher: Search, rivals: Sequence[Player]) -> Iterator[States]:
@@ -125,25 +168,37 @@ def play(numbers: range, seed: int, mover: Player, teacher: Search, rivals: Sequ
     sides, moves, rival = kinds % 2, kinds // 2 % 2 == 0, kinds // 4 % len(rivals)
     actions = np.zeros((len(numbers), SNAKES), np.uint8)
     for _ in range(STEPS):
-        found = []
+        plans = []
         for team in (0, 1):
             which = np.flatnonzero(sides == team)
             boards = game.boards.pick(which)
             ways, values = teacher.plan(boards, team)
-            found.append(keep(boards, team, ways, values))
+            plans.append((which, boards, ways, values))
             own = slice(3 * team, 3 * team + 3)
             actions[which, own] = DIRECTION[boards.headings[:, own], ways[:, own]]
             ask(mover, game.boards, team, np.flatnonzero((sides == team) & moves), actions)
             for number, player in enumerate(rivals):
                 ask(player, game.boards, 1 - team, np.flatnonzero((sides == team) & (rival == number)), actions)
-        yield States(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
         game.step(actions)
+        found = [
+            keep(boards, team, ways, values, actions[which], game.rewards[which])
+            for team, (which, boards, ways, values) in enumerate(plans)
+        ]
+        yield States(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
         game.reset(game.done)
 
 
 def write(path: Path, steps: Sequence[States]) -> None:
-    """Write states to a file, whole or not at all."""
-    arrays = States(*(np.concatenate(parts) for parts in zip(*steps, strict=True)))
+    """Write the states of games, step by step but for the last, to a file, whole or not at all.
+
+    What a team gains after a step is what the search expected then, and what came of it, as in TD(lambda).
+    """
+    expected = [state.values[:, 2].max(1) for state in steps]  # by the last of the team's snakes to choose
+    gains = [expected[-1]]
+    for state, value in zip(steps[-2:0:-1], expected[-2:0:-1], strict=True):
+        gains.append((1 - LAMBDA) * value + LAMBDA * (state.gains + GAMMA * gains[-1]))
+    labelled = [state._replace(gains=gain) for state, gain in zip(steps[:-1], gains[::-1], strict=True)]
+    arrays = States(*(np.concatenate(parts) for parts in zip(*labelled, strict=True)))
     with replacing(path) as whole, whole.open("wb") as file:  # to a name savez would add .npz
         np.savez_compressed(file, **arrays._asdict())
 
@@ -154,12 +209,14 @@ def read(path: Path) -> States:
         return States(**arrays)
 
 
-def mirror(batch: Sequence[torch.Tensor], epoch: int) -> list[torch.Tensor]:
-    """Mirror half of a batch, left to right: each state in every second epoch. Return pictures, numbers and goals."""
-    pictures, numbers, goals, places = batch
-    which = (places + epoch) % 2 == 1
-    pictures[which] = pictures[which].flip(-1)
-    ways = numbers[:, : WAYS * PER_WAY].unflatten(1, (WAYS, PER_WAY))
-    ways[which] = ways[which].flip(1)
-    goals[which] = goals[which].flip(1)
-    return [pictures, numbers, goals]
+def mirror(batch: Batch, epoch: int) -> Batch:
+    """Mirror half of a batch in place, left to right: each state in every second epoch."""
+    which = (batch.places + epoch) % 2 == 1
+    states = which[::3]
+    batch.pictures[which] = batch.pictures[which].flip(-1)
+    batch.goals[which] = batch.goals[which].flip(1)
+    batch.taken[which] = WAYS - 1 - batch.taken[which]
+    for numbers, turned in ((batch.numbers, which), (batch.rivals, which), (batch.later, states)):
+        ways = numbers[..., : WAYS * PER_WAY].unflatten(-1, (WAYS, PER_WAY))
+        ways[turned] = ways[turned].flip(-2)
+    return batch

@@ -1,5 +1,6 @@
 """Play as a trained model: by its actor alone, or with a few steps of search for ways after which it stands better."""
 
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +12,14 @@ from snakes.game import CELLS, NEXT, SNAKES, START_LENGTH, Boards, foresee, segm
 from snakes.runs import critic_of
 from torch import nn
 
-from .student import Student, StudentPolicy
+from .student import Learners, StudentPolicy
 
 DEPTH = 6  # steps that it looks ahead
 GAMMA = 0.97  # discount per step, as in training
-LAMBDA = 0.65  # weight of what follows a step, against what the critic expects of it
+LAMBDA = 0.65  # weight of what follows a step, against what is expected of it
 NEAR = 6  # steps between two heads up to which a rival's other ways are considered
-DOUBT = (0.1, 0.03)  # how probable it is that such a rival takes its second way, and its third
+LIKELY = 0.01  # probability above which they are
+DOUBT = 5  # by which the actor's preferences are divided, for how probable ways are to rivals that nobody has watched
 TRAP = 0.6  # part of its gain that a snake counts as lost if it cannot go on
 MARGIN = 0.05  # by how much another way has to be better than the actor's
 LIMIT = 12  # steps after which a snake counts as safe from a trap
@@ -27,17 +29,23 @@ PLACES = 300  # that are tried; a snake that has so many to try counts as safe, 
 class Search(Policy):
     """Play as one team: each snake's most probable way, or another one after which the team stands better by a margin.
 
-    Each of the team in turn tries its other ways to free cells, and all six snakes then go on as the actor prefers. The
-    steps are worth the team's gains minus the rivals', and what the critic expects after each, as in TD(lambda).
-    A snake that can soon go no further counts as having lost a part of its gains. Raise a ValueError if the depth is
-    below 1.
+    Each of the team in turn tries its other ways to free cells; then its snakes go on as the actor prefers, and the
+    others as rivals do. The steps are worth the team's gains minus the rivals', and what is expected after each, as in
+    TD(lambda). A snake that can soon go no further counts as having lost a part of its gains.
+
+    Args:
+        actor: Prefers the ways of the team.
+        rivals: Tells how probable the ways of rivals are.
+        value: Maps what all see, (n, 6, FEATURES), the team's snakes first, to what the team may expect, (n,).
+        depth: Steps to look ahead; a ValueError is raised if it is below 1.
     """
 
-    def __init__(self, actor: Actor, critic: Critic, depth: int = DEPTH) -> None:
+    def __init__(self, actor: Actor, rivals: Actor, value: nn.Module, depth: int = DEPTH) -> None:
         super().__init__(actor)
         if depth < 1:
             raise ValueError(f"a search looks at least one step ahead, not {depth}")
-        self.critic = critic
+        self.rivals = rivals
+        self.value = value
         self.depth = depth
 
     @torch.no_grad()
@@ -46,41 +54,49 @@ class Search(Policy):
 
         A way that leads into a body has the value -inf, unless the actor prefers it.
         """
-        seen = self.look(boards, 0, 1)
-        ranks = self.actor.layers(seen).argsort(stable=True, dim=-1, descending=True).numpy(force=True)
-        ways = ranks[..., 0].copy()
+        seen, ratings = self.rate(boards, team)
+        chances = ratings.softmax(-1).numpy(force=True)
+        ways = chances.argmax(-1)
         free = seen[..., : WAYS * PER_WAY : PER_WAY].numpy(force=True) > 0
         values = np.full((len(ways), 3, WAYS), -np.inf)
         for k in range(3):
             s = 3 * team + k
             preferred = np.eye(WAYS, dtype=np.bool_)[ways[:, s]]
-            b, way = (free[:, s] | preferred).nonzero()
+            b, way = (free[:, k] | preferred).nonzero()
             others = ways[b]
             others[:, s] = way
-            values[b, k, way] = self.value(boards.pick(b), s, others, ranks[b])
+            values[b, k, way] = self.weigh(boards.pick(b), s, others, chances[b])
             ways[:, s] = (values[:, k] + MARGIN * preferred).argmax(1)
         return ways, values
 
-    def value(self, boards: Boards, s: int, ways: np.ndarray, ranks: np.ndarray) -> np.ndarray:
-        """Value the boards for a snake's team if all go their ways, (n, 6), or a rival near it another one: (n,)."""
+    def rate(self, boards: Boards, team: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what all see, (n, 6, FEATURES), a team's snakes first, and the ratings of all ways, (n, 6, WAYS)."""
+        seen = self.look(boards, team, 1 - team)
+        own, others = seen.split(3, dim=1)
+        ratings = torch.cat([self.actor.layers(own), self.rivals.layers(others)], dim=1)
+        return seen, ratings.roll(3 * team, dims=1)
+
+    def weigh(self, boards: Boards, s: int, ways: np.ndarray, chances: np.ndarray) -> np.ndarray:
+        """Value boards for a snake's team if all go their ways, (n, 6), or a rival near it another one: (n,)."""
         team = s // 3
         heads = np.take_along_axis(boards.bodies, boards.heads[..., None].astype(np.int64), axis=2)[..., 0]
         which, futures, doubts = [np.arange(len(ways))], [ways], [np.zeros(len(ways))]
         for rival in range(3 - 3 * team, 6 - 3 * team):
             near = np.flatnonzero(DISTANCE[heads[:, s], heads[:, rival]] <= NEAR)
-            for place, doubt in enumerate(DOUBT, start=1):
-                other = ways[near]
-                other[:, rival] = ranks[near, rival, place]
-                which.append(near)
+            for way in range(WAYS):
+                likely = near[(chances[near, rival, way] > LIKELY) & (ways[near, rival] != way)]
+                other = ways[likely]
+                other[:, rival] = way
+                which.append(likely)
                 futures.append(other)
-                doubts.append(np.full(len(near), doubt))
+                doubts.append(chances[likely, rival, way])
         which = np.concatenate(which)
         found = self.play_on(boards.pick(which), team, np.concatenate(futures))
         surely = found[: len(ways)]
         return surely + np.bincount(which, np.concatenate(doubts) * (found - surely[which]))
 
     def play_on(self, boards: Boards, team: int, ways: np.ndarray) -> np.ndarray:
-        """Value boards, which move, for a team if all go these ways, (n, 6), and then as the actor prefers: (n,)."""
+        """Value boards, which move, for a team if all go these ways, (n, 6), and then those they prefer: (n,)."""
         rewards = np.zeros((len(ways), SNAKES), np.int16)
         died = np.zeros((len(ways), SNAKES), np.bool_)
         steps = np.empty((len(ways), 3))
@@ -94,48 +110,61 @@ class Search(Policy):
                 total -= TRAP * (gained * (1 - steps / LIMIT)).sum(1)
             gains = rewards.reshape(-1, 2, 3).sum(2)
             lead = gains[:, team] - gains[:, 1 - team]
-            is_last = step == self.depth - 1
-            seen = self.look(boards, *([team] if is_last else [0, 1]))
-            preferences = self.actor.layers(seen)
-            own = slice(None) if is_last else slice(3 * team, 3 * team + 3)
-            expected = expect(self.critic, preferences[:, own].softmax(-1), seen[:, own])
-            part = 1.0 if is_last else 1 - LAMBDA
-            total += weight * (lead + GAMMA * part * expected.numpy(force=True))
+            seen, ratings = self.rate(boards, team)
+            part = 1.0 if step == self.depth - 1 else 1 - LAMBDA
+            total += weight * (lead + GAMMA * part * self.value(seen).numpy(force=True))
             weight *= GAMMA * LAMBDA
-            ways = preferences.argmax(-1).numpy(force=True)
+            ways = ratings.argmax(-1).numpy(force=True)
         return total
 
 
-def expect(critic: Critic, chances: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """Find what a critic expects of teams that go their ways with these probabilities, which are the actor's: (n,)."""
-    return (chances * critic(seen)).sum(-1).mean(-1)
+class Expectation(nn.Module):
+    """Expect of a team what a critic does, whose snakes go their ways with an actor's probabilities."""
+
+    def __init__(self, actor: Actor, critic: Critic) -> None:
+        super().__init__()
+        self.actor = actor
+        self.critic = critic
+
+    def forward(self, seen: torch.Tensor) -> torch.Tensor:
+        own = seen[:, :3]
+        return (self.actor(own) * self.critic(own)).sum(-1).mean(-1)
+
+
+def search_of(actor: Actor, critic: Critic, depth: int = DEPTH) -> Search:
+    """Search with a trained model alone: rivals go as its actor prefers, with more doubt."""
+    rivals = deepcopy(actor)
+    with torch.no_grad():
+        for parameter in rivals.layers[-1].parameters():
+            parameter /= DOUBT
+    return Search(actor, rivals, Expectation(actor, critic), depth)
 
 
 class Distilled(nn.ModuleDict):
-    """Hold what is in a file `actor_distilled.pth`: a network, and the model that has searched for it."""
+    """Hold what is in a file `actor_distilled.pth`: networks that `distil.py` trains, and the actor of the search."""
 
     def __init__(self, hidden: int) -> None:
-        super().__init__({"actor": Actor(hidden), "critic": Critic(hidden), "student": Student()})
+        super().__init__({"actor": Actor(hidden), "learners": Learners()})
 
 
 def is_distilled(path: Path) -> bool:
     """Tell if a file holds what `distil.py` writes; raise as `read_weights()`."""
-    return any(name.startswith("student.") for name in read_weights(path))
+    return any(name.startswith("learners.") for name in read_weights(path))
 
 
 def load_player(path: Path, depth: int = DEPTH) -> Policy:
-    """Load the player in a file `actor_*.pth`, which searches, unless the depth is 0, with the critic beside or in it.
+    """Load the player in a file `actor_*.pth`, which searches, unless the depth is 0, with the critic beside it.
 
     Raise a FileNotFoundError if there is no such file, or no critic, a ValueError if they do not fit.
     """
     if is_distilled(path):
         whole = load_network(Distilled, path)
-        return Search(whole["actor"], whole["critic"], depth) if depth else StudentPolicy(whole["student"])
+        actor, learners = whole["actor"], whole["learners"]
+        return Search(actor, learners.rivals, learners.value, depth) if depth else StudentPolicy(learners.student)
     actor = load_network(Actor, path)
     if depth == 0:
         return Policy(actor)
-    critic = load_network(Critic, critic_of(path))
-    return Search(actor, critic, depth)
+    return search_of(actor, load_network(Critic, critic_of(path)), depth)
 
 
 @njit(cache=True, nogil=True)

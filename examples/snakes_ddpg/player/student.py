@@ -1,13 +1,14 @@
-"""Define the network that learns from a search: it sees the board around a snake beside the 42 numbers.
+"""Define the networks that learn from a search: one chooses ways, one foresees those of rivals, one values boards.
 
-The board is turned so that the snake's head is in the middle and its heading points up; around the borders it goes on.
-A team's snakes choose in turn, and each one sees where the mates before it are going.
+The first, the student, sees the board around a snake beside the 42 numbers. It is turned so that the snake's head is in
+the middle and its heading points up; around the borders it goes on. A team's snakes choose in turn, and each one sees
+where the mates before it are going.
 """
 
 import numpy as np
 import torch
 from numba import njit
-from snakes.ddpg import Policy
+from snakes.ddpg import Actor, Policy
 from snakes.features import DIRECTION, FEATURES, WAYS
 from snakes.game import BEAN, CELLS, COLUMNS, NEXT, ROWS, SNAKES, Boards, segment
 from torch import nn
@@ -118,6 +119,32 @@ def look(boards: Boards, s: int, ways: np.ndarray) -> np.ndarray:
     pictures = np.empty((len(boards.times), PLANES, SIDE * SIDE), np.float32)
     draw(boards, s, ways, pictures)
     return pictures.reshape(-1, PLANES, SIDE, SIDE)
+
+
+class Value(nn.Module):
+    """Map what all six snakes see, (n, 6, FEATURES), a team's first, to what that team may expect, (n,)."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.own, self.others = (
+            nn.Sequential(nn.Linear(FEATURES, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU())
+            for _ in range(2)
+        )
+        self.both = nn.Sequential(nn.Linear(2 * hidden, hidden), nn.ReLU(), nn.Linear(hidden, 1))
+
+    def forward(self, seen: torch.Tensor) -> torch.Tensor:
+        own, others = seen.split(3, dim=1)
+        return self.both(torch.cat([self.own(own).mean(1), self.others(others).mean(1)], -1)).squeeze(-1)
+
+
+class Learners(nn.Module):
+    """Hold the student, the actor that foresees the ways of rivals, and the value."""
+
+    def __init__(self, hidden: int = 128) -> None:
+        super().__init__()
+        self.student = Student()
+        self.rivals = Actor(hidden)
+        self.value = Value(hidden)
 
 
 class StudentPolicy(Policy):

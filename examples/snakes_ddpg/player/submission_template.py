@@ -28,8 +28,12 @@ FIRST = sum(1 << cell for cell in range(0, CELLS, COLUMNS))  # the first column
 LAST = FIRST << (COLUMNS - 1)
 
 ACTOR = []  # (weights, biases) of each layer, float32
-CRITIC = []  # the same
-BOARD = []  # the same of a distilled network's convolutions, if there is one
+RIVALS = []  # the same of the network that foresees the ways of rivals
+CRITIC = []  # the same; or instead, of a distilled model, of the networks that value boards:
+OWN = []
+OTHERS = []
+BOTH = []
+BOARD = []  # the same of a distilled network's convolutions, if it plays without search
 HEAD = []  # the same of its other layers
 PLANES = 10  # of the picture that it sees
 SIDE = 15  # cells of the picture, each way
@@ -39,7 +43,7 @@ SECONDS = 0.5  # that a team's moves in a step may take; then the search answers
 GAMMA = 0.97  # this and the next as in search.py
 LAMBDA = 0.65
 NEAR = 6
-DOUBT = (0.1, 0.03)
+LIKELY = 0.01
 TRAP = 0.6
 MARGIN = 0.05
 LIMIT = 12
@@ -102,21 +106,31 @@ def search(bodies, headings, beans, team):
     """
     begin = time.monotonic()
     seen = [look(bodies, beans, s, headings[s]) for s in range(SNAKES)]
-    ranks = [np.argsort(-think(ACTOR, features), kind="stable").tolist() for features in seen]
-    ways = [best for best, _, _ in ranks]
+    chances = [softmax(preferences) for preferences in rate(seen, team)]
+    ways = [int(likely.argmax()) for likely in chances]
     for k in range(3):
         s = 3 * team + k
         deadline = begin + SECONDS * (k + 1) / 3
         preferred = ways[s]
         tried = [way for way in range(3) if seen[s][PER_WAY * way] or way == preferred]
         others = [[*ways[:s], way, *ways[s + 1 :]] for way in tried]
-        for values in zip(*[value(bodies, headings, beans, s, other, ranks, deadline) for other in others]):
+        for values in zip(*[value(bodies, headings, beans, s, other, chances, deadline) for other in others]):
             values = [found + MARGIN * (way == preferred) for way, found in zip(tried, values)]
             ways[s] = tried[values.index(max(values))]
     return ways
 
 
-def value(bodies, headings, beans, s, ways, ranks, deadline):
+def rate(seen, team):
+    """Rate the ways of what all snakes see, by the actor for a team, and for its rivals."""
+    return [think(ACTOR if s // 3 == team else RIVALS or ACTOR, features) for s, features in enumerate(seen)]
+
+
+def softmax(preferences):
+    chances = np.exp(preferences - preferences.max())
+    return chances / chances.sum()
+
+
+def value(bodies, headings, beans, s, ways, chances, deadline):
     """Value a board for a snake's team if all go their ways, or a rival near it another one: yields as `play_on()`."""
     team = s // 3
     doubts = []
@@ -124,9 +138,11 @@ def value(bodies, headings, beans, s, ways, ranks, deadline):
     for rival in range(3 - 3 * team, 6 - 3 * team):
         if distance(bodies[s][0], bodies[rival][0]) > NEAR:
             continue
-        for way, doubt in zip(ranks[rival][1:], DOUBT):
+        for way, chance in enumerate(chances[rival]):
+            if way == ways[rival] or chance <= LIKELY:
+                continue
             other = [*ways[:rival], way, *ways[rival + 1 :]]
-            doubts.append(doubt)
+            doubts.append(chance)
             futures.append(play_on(bodies, headings, beans, team, other, deadline))
     for surely, *found in zip(*futures):
         yield sum((doubt * (other - surely) for doubt, other in zip(doubts, found)), surely)
@@ -140,7 +156,7 @@ def distance(cell, other):
 
 
 def play_on(bodies, headings, beans, team, ways, deadline):
-    """Value a board for a team if all snakes go these ways, and then as the actor prefers.
+    """Value a board for a team if all snakes go these ways, and then those they prefer.
 
     Yields the value by one step, by two, and so on, up to STEPS or the deadline.
     """
@@ -156,11 +172,11 @@ def play_on(bodies, headings, beans, team, ways, deadline):
             total -= TRAP * sum((len(bodies[s]) - START_LENGTH) * (1 - escape(bodies, s) / LIMIT) for s in own)
         lead = sum(gain if s in own else -gain for s, gain in enumerate(gains))
         seen = [look(bodies, beans, s, headings[s]) for s in range(SNAKES)]
-        expected = sum(expect(CRITIC, seen[s]) for s in own) / 3
+        expected = expect(seen, team)
         yield total + weight * (lead + GAMMA * expected)
         total += weight * (lead + GAMMA * (1 - LAMBDA) * expected)
         weight *= GAMMA * LAMBDA
-        ways = [int(think(ACTOR, features).argmax()) for features in seen]
+        ways = [int(preferences.argmax()) for preferences in rate(seen, team)]
 
 
 def escape(bodies, snake):
@@ -196,11 +212,16 @@ def escape(bodies, snake):
     return LIMIT if go_on(bodies[snake][0], 0) else longest
 
 
-def expect(critic, seen):
-    """Find what a critic expects of a snake that goes its ways with the actor's probabilities."""
-    preferences = think(ACTOR, seen)
-    chances = np.exp(preferences - preferences.max())
-    return float((chances * think(critic, seen)).sum() / chances.sum())
+def expect(seen, team):
+    """Find what a team may expect: by a distilled model's networks, or the critic if it goes as the actor prefers."""
+    own, others = seen[3 * team : 3 * team + 3], seen[3 - 3 * team : 6 - 3 * team]
+    if CRITIC:
+        return sum(float(softmax(think(ACTOR, features)) @ think(CRITIC, features)) for features in own) / 3
+    sides = [
+        np.mean([np.maximum(think(layers, features), 0) for features in side], 0)
+        for layers, side in ((OWN, own), (OTHERS, others))
+    ]
+    return float(think(BOTH, np.concatenate(sides))[0])
 
 
 def foresee(bodies, beans, directions):

@@ -6,9 +6,10 @@ From the folder above, on one process or on two; the best model of a run, and an
     torchrun --nproc_per_node=2 rl_trainer/distil.py run3:8000
 
 In the first round the model plays games, and its search labels every state with the values of the three ways; the
-network learns their softmax. In the next rounds the network plays, and the search labels the states that it gets
-into (DAgger, Ross et al., arXiv:1011.0686); it learns from all labels so far. They are kept in files in the run's
-folder. After Ctrl-C the same command goes on, on any number of ranks.
+network learns their softmax. Two more learn what rivals do, and what a team gains; the search of the next rounds, and
+of later games, foresees and values by them. In the next rounds the network plays, and the search labels the states that
+it gets into (DAgger, Ross et al., arXiv:1011.0686); it learns from all labels so far. They are kept in files in the
+run's folder. After Ctrl-C the same command goes on, on any number of ranks.
 
 What to expect: README.md, beside `train_ddp.sh`, has the measured results.
 """
@@ -26,13 +27,13 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parents[2]))  # where `shared` is, which all trainers share
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from player.labels import Examples, mirror, play, write
+from player.labels import Batch, Examples, mirror, play, write
 from player.search import DEPTH, Search, is_distilled, load_player
-from player.student import Student, StudentPolicy
+from player.student import Learners, StudentPolicy
 from shared.boards import Boards
 from shared.program import OneLineParser, hides_bar, one_message, user_error
 from snakes import runs
-from snakes.ddpg import Policy, computes_in_bfloat16
+from snakes.ddpg import Actor, Policy, computes_in_bfloat16
 from snakes.evaluation import play_on_all_ranks
 from snakes.game import STEPS
 from snakes.opponents import LADDER, OPPONENTS, Player
@@ -43,6 +44,8 @@ log = logging.getLogger("snakes")
 REPORT = 100  # steps between two reports, and checkpoints
 WARM_UP = 100  # steps in which the learning rate rises, in each round
 EVALUATION_SEED = 2**31
+RIVALS = ("territory", "foresighted", "sharing")  # in the games that are labelled
+LOSSES = ("loss/divergence", "loss/rivals", "loss/value")
 
 
 def read_settings() -> argparse.Namespace:
@@ -96,14 +99,15 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stop: ddpkit.Stop) -
     bfloat16 = settings.precision == "bfloat16" or (
         settings.precision == "auto" and job.device.type == "cpu" and computes_in_bfloat16()
     )
-    teacher.actor.layers.bfloat16 = teacher.critic.values.bfloat16 = bfloat16
+    teacher.actor.layers.bfloat16 = teacher.rivals.layers.bfloat16 = bfloat16
 
-    # The network, and how far it has come
+    # The networks, and how far they have come
     ddpkit.seed_everything(settings.seed)
-    student = ddpkit.wrap_model(Student())
-    policy = StudentPolicy(ddpkit.unwrap_model(student), bfloat16)
-    optimizer = torch.optim.AdamW(student.parameters(), settings.lr)
-    parts = {"student": student, "optimizer": optimizer}
+    learners = Learners().to(job.device)
+    learners.rivals.layers.bfloat16 = bfloat16
+    policy = StudentPolicy(learners.student, bfloat16)
+    optimizer = torch.optim.AdamW(learners.parameters(), settings.lr)
+    parts = {"learners": learners, "optimizer": optimizer}
     checkpoints = ddpkit.Checkpointer(folder / "checkpoints", keep=1)
     progress = checkpoints.load_latest(**parts) or {"step": 0, "round": 0, "begin": 0, "loader": None}
     total = progress["step"]
@@ -118,15 +122,18 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stop: ddpkit.Stop) -
         next(play(range(4), 0, policy, teacher, list(OPPONENTS.values())))
 
     for number in range(progress["round"], settings.rounds):
-        # Label: from the second round on, the network plays
-        mover = policy if number else Policy(teacher.actor)
+        # Label: from the second round on, the network plays, and the search relies on the two others
+        mover = Policy(teacher.actor)
+        if number:
+            mover = policy
+            teacher = Search(teacher.actor, learners.rivals, learners.value, settings.depth)
         if not make_labels(folder, number, mover, teacher, settings, job, stop):
             log.info("stopped while labelling in round %d: the same command goes on", number + 1)
             return
         files = [path for past in range(number + 1) for path in label_files(folder, past, settings)]
         examples = Examples(files, settings.temperature)
         seed = settings.seed + number
-        loader = ddpkit.make_loader(examples, global_batch_size=settings.batch_size, seed=seed, collate_fn=list)
+        loader = ddpkit.make_loader(examples, global_batch_size=settings.batch_size, seed=seed, collate_fn=Batch._make)
         if progress["loader"]:
             loader.load_state_dict(progress["loader"])
         begin = progress["begin"]
@@ -134,39 +141,42 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stop: ddpkit.Stop) -
         bar = tqdm(initial=total - begin, total=steps, unit="step", disable=hides_bar())
 
         # Learn from all labels so far
-        loss_sum = samples = 0
+        sums = torch.zeros(3)
+        samples = 0
         for epoch in loader.epochs(settings.epochs):
             for batch in loader:
                 done = total - begin
                 rate = settings.lr * ddpkit.warmup_factor(done + 1, WARM_UP) * (1 - done / steps)
                 optimizer.param_groups[0]["lr"] = rate
-                with torch.autocast(job.device.type, torch.bfloat16, enabled=bfloat16):
-                    loss = divergence(student, *(part.to(job.device) for part in mirror(batch, epoch)))
+                on_device = Batch(*(part.to(job.device) for part in mirror(batch, epoch)))
+                found = losses(learners, on_device, bfloat16)
                 optimizer.zero_grad()
-                (loss * loader.weight).backward()
+                (found.sum() * loader.weight).backward()
+                ddpkit.average_gradients(learners)
                 optimizer.step()
                 total += 1
                 bar.update()
-                loss_sum += loss.item() * loader.samples
+                sums += found.detach().cpu() * loader.samples
                 samples += loader.samples
 
                 # Report and save, now and then; after a signal to any rank, all of them save and stop
                 stopped = stop.now()
                 if done % REPORT == 0 or stopped:
-                    loss_sum, samples = ddpkit.all_reduce((loss_sum, samples))
-                    curves.add({"loss/divergence": loss_sum / samples, "progress/learning_rate": rate}, total)
-                    log.info(
-                        "round %d, step %d of %d: divergence %.4f", number + 1, done + 1, steps, loss_sum / samples
-                    )
-                    loss_sum = samples = 0
+                    sums, samples = ddpkit.all_reduce((sums, samples))
+                    means = dict(zip(LOSSES, (sums / samples).tolist(), strict=True))
+                    curves.add({**means, "progress/learning_rate": rate}, total)
+                    text = "round %d, step %d of %d: divergence %.4f, of rivals %.4f, error of gains %.2f"
+                    log.info(text, number + 1, done + 1, steps, *means.values())
+                    sums = torch.zeros(3)
+                    samples = 0
                     state = {"round": number, "begin": begin, "loader": loader.state_dict()}
                     checkpoints.save(total, **parts, **state)
                 if stopped:
                     log.info("stopped in round %d: the same command goes on", number + 1)
                     return
         bar.close()
-        ddpkit.check_replicas(student, optimizer)
-        path = ddpkit.run_on_main(save, model, teacher, policy.actor)
+        ddpkit.check_replicas(learners, optimizer)
+        path = ddpkit.run_on_main(save, model, teacher.actor, learners)
         progress = {"round": number + 1, "begin": total, "loader": None}
         checkpoints.save(total, **parts, **progress)
         results = play_on_all_ranks(
@@ -194,7 +204,7 @@ def make_labels(
     stop: ddpkit.Stop,
 ) -> bool:
     """Play the games of a round whose labels are in no file yet; return False if stopped. Collective."""
-    rivals = [OPPONENTS["territory"], OPPONENTS["foresighted"], mover]
+    rivals = [OPPONENTS[name] for name in RIVALS]
     seed = ddpkit.sample_seed(settings.seed, 3, number)
     files = label_files(folder, number, settings)
     left = ddpkit.broadcast([place for place, path in enumerate(files) if not path.is_file()])
@@ -220,18 +230,25 @@ def make_labels(
     return True
 
 
-def divergence(student: nn.Module, pictures: torch.Tensor, numbers: torch.Tensor, goals: torch.Tensor) -> torch.Tensor:
-    """Compute the Kullback-Leibler divergence of the network's probabilities from the goals, a mean over snakes."""
-    found = student(pictures, numbers).float().log_softmax(-1)
-    return nn.functional.kl_div(found, goals, reduction="batchmean")
+def losses(learners: Learners, batch: Batch, bfloat16: bool) -> torch.Tensor:
+    """Compute the losses of the three networks, means over snakes or states: (3,).
+
+    They are the Kullback-Leibler divergence of the student's probabilities from the goals, the cross entropy of the
+    ways that rivals take, and the mean squared error of what a team gains.
+    """
+    with torch.autocast(batch.numbers.device.type, torch.bfloat16, enabled=bfloat16):
+        ratings = learners.student(batch.pictures, batch.numbers)
+    divergence = nn.functional.kl_div(ratings.float().log_softmax(-1), batch.goals, reduction="batchmean")
+    surprise = nn.functional.cross_entropy(learners.rivals.layers(batch.rivals), batch.taken)
+    error = nn.functional.mse_loss(learners.value(batch.later), batch.gains)
+    return torch.stack([divergence, surprise, error])
 
 
-def save(model: Path, teacher: Search, student: Student) -> Path:
-    """Write the network with the model that searched, so that it can search, too; return the file."""
+def save(model: Path, actor: Actor, learners: Learners) -> Path:
+    """Write the networks with the actor of the search; return the file."""
     path = model.with_name("actor_distilled.pth")
     with runs.replacing(path) as whole:
-        parts = {"actor": teacher.actor, "critic": teacher.critic, "student": student}
-        torch.save(nn.ModuleDict(parts).state_dict(), whole)
+        torch.save(nn.ModuleDict({"actor": actor, "learners": learners}).state_dict(), whole)
     return path
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import player.submission_template as template
 import pytest
 import torch
-from player.search import Search
+from player.search import Search, search_of
 from shared.program import UserError
 from snakes.ddpg import Actor, Critic, Policy
 from snakes.features import DIRECTION, FEATURES, observe
@@ -58,12 +58,11 @@ def policy() -> Iterator[Search]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # one state at a time is not worth a second one, which waits for others' processes
     torch.manual_seed(5)
-    search = Search(Actor(hidden=32), Critic(hidden=32), depth=2)
+    networks = Actor(hidden=32), Critic(hidden=32)
     with torch.no_grad():
-        for network in (search.actor, search.critic):
-            for parameter in network.parameters():
-                parameter *= 3
-    yield search
+        for parameter in torch.nn.ModuleList(networks).parameters():
+            parameter *= 3
+    yield search_of(*networks, depth=2)
     torch.set_num_threads(threads)
 
 
@@ -71,7 +70,7 @@ def policy() -> Iterator[Search]:
 def model(policy: Search, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "actor_1.pth"
     torch.save(policy.actor.state_dict(), path)
-    torch.save(policy.critic.state_dict(), path.with_name("critic_1.pth"))
+    torch.save(policy.value.critic.state_dict(), path.with_name("critic_1.pth"))
     return path
 
 
@@ -261,7 +260,7 @@ def moves_of(player: dict[str, Any], states: list[dict[str, Any]]) -> list[list[
 def test_a_search_that_is_cut_off_answers_as_one_of_so_many_steps(player, policy, recorded, steps):
     whole, states = player["play_on"], recorded[0][1:9]
     player.update(play_on=lambda *board: itertools.islice(whole(*board), steps), STEPS=6)
-    cut = Search(policy.actor, policy.critic, depth=steps) if steps else Policy(policy.actor)
+    cut = search_of(policy.actor, policy.value.critic, depth=steps) if steps else Policy(policy.actor)
     assert moves_of(player, states) == wanted(cut, put(states)).tolist()
 
 

@@ -7,7 +7,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from player.search import DOUBT, GAMMA, LAMBDA, LIMIT, MARGIN, NEAR, PLACES, TRAP, Search, escape, load_player
+from player.search import (
+    DOUBT,
+    GAMMA,
+    LAMBDA,
+    LIKELY,
+    LIMIT,
+    MARGIN,
+    NEAR,
+    PLACES,
+    TRAP,
+    Distilled,
+    Search,
+    escape,
+    load_player,
+    search_of,
+)
+from player.student import Value
 from player.submission_template import distance
 from player.submission_template import escape as escape_of_submission
 from snakes.ddpg import Actor, Critic, Policy
@@ -19,14 +35,24 @@ from torch import nn
 pytestmark = pytest.mark.storm  # it plays, and compiles what it plays with
 
 
-@pytest.fixture(scope="module")
-def search() -> Search:
-    torch.manual_seed(3)
-    found = Search(Actor(16), Critic(16), depth=3)
+def of_strong_opinions(network: nn.Module) -> nn.Module:
     with torch.no_grad():
-        for parameter in nn.ModuleList([found.actor, found.critic]).parameters():
+        for parameter in network.parameters():
             parameter *= 3
-    return found
+    return network
+
+
+def make_search(kind: str) -> Search:
+    torch.manual_seed(3)
+    actor = of_strong_opinions(Actor(16))
+    if kind == "plain":
+        return search_of(actor, of_strong_opinions(Critic(16)), depth=3)
+    return Search(actor, of_strong_opinions(Actor(16)), of_strong_opinions(Value(16)), depth=3)
+
+
+@pytest.fixture(scope="module", params=["plain", "distilled"])
+def search(request: pytest.FixtureRequest) -> Search:
+    return make_search(request.param)
 
 
 def played(count: int, steps: int) -> Game:
@@ -36,18 +62,21 @@ def played(count: int, steps: int) -> Game:
     return game
 
 
-def looks(search: Search, boards: Boards, team: int) -> tuple[np.ndarray, np.ndarray]:
-    """The actor's logits, and what each snake of one board adds to what is expected of a team: (6, 3) and (6,)."""
+def looks(search: Search, boards: Boards, team: int) -> tuple[np.ndarray, float]:
+    """The logits of all snakes' ways on one board, (6, 3), and what is expected of a team."""
     seen = np.empty((2, 1, 3, FEATURES), np.float32)
     observe(boards, 0, seen[0])
     observe(boards, 1, seen[1])
     with torch.no_grad():
         rows = torch.from_numpy(seen.reshape(6, FEATURES))
-        expected = np.zeros(6)
-        for s, row in enumerate(rows):
-            if s // 3 == team:
-                expected[s] = float(search.actor(row) @ search.critic(row)) / 3
-        return search.actor.layers(rows).numpy(), expected
+        own, others = (rows[3 * side : 3 * side + 3] for side in (team, 1 - team))
+        if isinstance(search.value, Value):
+            expected = float(search.value(torch.cat([own, others])[None]))
+        else:
+            expected = sum(float(search.actor(row) @ search.value.critic(row)) for row in own) / 3
+        networks = [search.actor if s // 3 == team else search.rivals for s in range(6)]
+        logits = [network.layers(row).numpy() for network, row in zip(networks, rows, strict=True)]
+        return np.stack(logits), expected
 
 
 def free_ways(boards: Boards) -> np.ndarray:
@@ -75,7 +104,7 @@ def play_on(search: Search, game: Game, team: int, b: int, ways: list[int]) -> f
         gains = after.boards.lengths[0].astype(int) - before
         gained += GAMMA**step * (gains[own].sum() - gains[others].sum())
         logits, expected = looks(search, after.boards, team)
-        answers.append(gained + GAMMA ** (step + 1) * expected.sum())
+        answers.append(gained + GAMMA ** (step + 1) * expected)
         ways = logits.argmax(1).tolist()
     weights = [(1 - LAMBDA) * LAMBDA**step for step in range(search.depth)]
     weights[-1] /= 1 - LAMBDA
@@ -92,10 +121,10 @@ def value(search: Search, game: Game, s: int, b: int, ways: list[int]) -> float:
     for rival in np.r_[3 - 3 * team : 6 - 3 * team]:
         if distance(heads[s], heads[rival]) > NEAR:
             continue
-        _, *others = np.argsort(-logits[rival])
-        for doubt, way in zip(DOUBT, others, strict=True):
+        chances = np.exp(logits[rival]) / np.exp(logits[rival]).sum()
+        for way in np.flatnonzero(chances > LIKELY):
             other = play_on(search, game, team, b, [*ways[:rival], int(way), *ways[rival + 1 :]])
-            total += doubt * (other - plain)
+            total += chances[way] * (other - plain)
     return total
 
 
@@ -105,8 +134,8 @@ def test_a_team_leaves_the_actors_ways_for_better_ones_in_turn(search: Search, t
     actions = np.full((20, 6), 7, np.uint8)
     search(game.boards, team, actions)
     plain = np.zeros((20, 6), np.uint8)
-    Policy(search.actor)(game.boards, 0, plain)
-    Policy(search.actor)(game.boards, 1, plain)
+    Policy(search.actor)(game.boards, team, plain)
+    Policy(search.rivals)(game.boards, 1 - team, plain)
     changed = 0
     for b in range(20):
         free = free_ways(Boards(*(array[b : b + 1] for array in game.boards)))
@@ -144,11 +173,18 @@ def test_what_is_foreseen_has_no_new_beans() -> None:
     assert (game.boards.cells[0] >= BEAN).sum() == (game.boards.beans[0] != NONE).sum() < 5
 
 
-def test_a_search_is_loaded_from_an_actor_and_the_critic_beside_it(search: Search, tmp_path: Path) -> None:
+def test_rivals_that_nobody_has_watched_go_as_the_actor_but_less_surely() -> None:
+    search = make_search("plain")
+    seen = torch.randn(50, FEATURES)
+    torch.testing.assert_close(search.rivals.layers(seen) * DOUBT, search.actor.layers(seen))
+
+
+def test_a_search_is_loaded_from_an_actor_and_the_critic_beside_it(tmp_path: Path) -> None:
+    search = make_search("plain")
     torch.save(search.actor.state_dict(), tmp_path / "actor_best.pth")
     with pytest.raises(FileNotFoundError, match="critic_best.pth"):
         load_player(tmp_path / "actor_best.pth")
-    torch.save(search.critic.state_dict(), tmp_path / "critic_best.pth")
+    torch.save(search.value.critic.state_dict(), tmp_path / "critic_best.pth")
     game = played(10, 40)
     actions = np.zeros((2, 10, 6), np.uint8)
     search(game.boards, 0, actions[0])
@@ -156,9 +192,21 @@ def test_a_search_is_loaded_from_an_actor_and_the_critic_beside_it(search: Searc
     np.testing.assert_array_equal(actions[0], actions[1])
 
 
+def test_a_search_of_a_distilled_model_is_loaded_from_its_file(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    whole = of_strong_opinions(Distilled(16))
+    torch.save(whole.state_dict(), tmp_path / "actor_distilled.pth")
+    game = played(10, 40)
+    actions = np.zeros((2, 10, 6), np.uint8)
+    learners = whole["learners"]
+    Search(whole["actor"], learners.rivals, learners.value, depth=2)(game.boards, 1, actions[0])
+    load_player(tmp_path / "actor_distilled.pth", depth=2)(game.boards, 1, actions[1])
+    np.testing.assert_array_equal(actions[0], actions[1])
+
+
 def test_a_search_looks_at_least_a_step_ahead(search: Search) -> None:
     with pytest.raises(ValueError, match="at least one step ahead, not -1"):
-        Search(search.actor, search.critic, depth=-1)
+        Search(search.actor, search.rivals, search.value, depth=-1)
 
 
 # How long a snake can go on, compiled and as the submission finds it, against a game that is played on
