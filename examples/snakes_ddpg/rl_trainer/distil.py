@@ -99,6 +99,7 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stop: ddpkit.Stop) -
     bfloat16 = settings.precision == "bfloat16" or (
         settings.precision == "auto" and job.device.type == "cpu" and computes_in_bfloat16()
     )
+    nn.ModuleList([teacher.actor, teacher.rivals, teacher.value]).to(job.device)
     teacher.actor.layers.bfloat16 = teacher.rivals.layers.bfloat16 = bfloat16
 
     # The networks, and how far they have come
