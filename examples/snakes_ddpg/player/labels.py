@@ -29,7 +29,7 @@ class States(NamedTuple):
     ways: np.ndarray  # (n, 3) uint8: those that the search goes
     values: np.ndarray  # (n, 3, WAYS) float32, -inf where a body is in the way
     actions: np.ndarray  # (n, 6) uint8: the directions that all snakes take
-    gains: np.ndarray  # (n,) float32: what the team gains on the other in this step, or in all later ones, discounted
+    gains: np.ndarray  # (n,) float32: what the team gains on the other in this step; in a file in all later ones
 
 
 def keep(
@@ -96,14 +96,14 @@ def _fill(boards, bodies):
 class Batch(NamedTuple):
     """Hold what is learnt from B states, in each of which a team has three snakes and three rivals."""
 
-    pictures: torch.Tensor  # (3 B, PLANES, SIDE, SIDE): what the team's snakes see
-    numbers: torch.Tensor  # (3 B, FEATURES)
-    goals: torch.Tensor  # (3 B, WAYS): how probable their ways shall be
-    rivals: torch.Tensor  # (3 B, FEATURES): what the rivals see
-    taken: torch.Tensor  # (3 B,): the ways that they take
+    pictures: torch.Tensor  # (B, 3, PLANES, SIDE, SIDE): what the team's snakes see
+    numbers: torch.Tensor  # (B, 3, FEATURES)
+    goals: torch.Tensor  # (B, 3, WAYS): how probable their ways shall be
+    rivals: torch.Tensor  # (B, 3, FEATURES): what the rivals see
+    taken: torch.Tensor  # (B, 3): the ways that they take
     later: torch.Tensor  # (B, 6, FEATURES): what all see after the step, but of no new beans; the team is first
     gains: torch.Tensor  # (B,): what the team gains on the other after the step, discounted
-    places: torch.Tensor  # (3 B,): of the states, among all
+    places: torch.Tensor  # (B,): of the states, among all
 
 
 class Examples(torch.utils.data.Dataset):
@@ -120,32 +120,33 @@ class Examples(torch.utils.data.Dataset):
         states = States(*(array[places] for array in self.states))
         boards = restore(states)
         ways = np.tile(states.ways, 2)
-        taken = (DIRECTION[boards.headings] == states.actions[..., None]).argmax(-1)
         count = len(places)
         pictures = np.empty((count, 3, PLANES, SIDE, SIDE), np.float32)
         seen, later = np.empty((2, count, SNAKES, FEATURES), np.float32)
-        taken_by_rivals = np.empty((count, 3), np.int64)
+        taken = np.empty((count, 3), np.int64)
         for team in (0, 1):
             which = np.flatnonzero(states.teams == team)
             part = boards.pick(which)
             for k in range(3):
                 pictures[which, k] = look(part, 3 * team + k, ways[which])
             seen[which] = see_all(part, team)
-            taken_by_rivals[which] = taken[which, 3 - 3 * team : 6 - 3 * team]
+            rivals = slice(3 - 3 * team, 6 - 3 * team)
+            directions = states.actions[which, rivals]
+            taken[which] = (DIRECTION[part.headings[:, rivals]] == directions[..., None]).argmax(-1)
             rewards, died = np.empty((len(which), SNAKES), np.int16), np.empty((len(which), SNAKES), np.bool_)
             foresee(part, states.actions[which], rewards, died)
             later[which] = see_all(part, team)
         goals = torch.from_numpy(states.values / self.temperature).softmax(-1)
         own, others = torch.from_numpy(seen).split(3, dim=1)
         return Batch(
-            pictures=torch.from_numpy(pictures).flatten(0, 1),
-            numbers=own.flatten(0, 1),
-            goals=goals.flatten(0, 1),
-            rivals=others.flatten(0, 1),
-            taken=torch.from_numpy(taken_by_rivals).flatten(),
+            pictures=torch.from_numpy(pictures),
+            numbers=own,
+            goals=goals,
+            rivals=others,
+            taken=torch.from_numpy(taken),
             later=torch.from_numpy(later),
             gains=torch.from_numpy(states.gains),
-            places=torch.tensor(places).repeat_interleave(3),
+            places=torch.tensor(places),
         )
 
 
@@ -212,11 +213,10 @@ def read(path: Path) -> States:
 def mirror(batch: Batch, epoch: int) -> Batch:
     """Mirror half of a batch in place, left to right: each state in every second epoch."""
     which = (batch.places + epoch) % 2 == 1
-    states = which[::3]
     batch.pictures[which] = batch.pictures[which].flip(-1)
-    batch.goals[which] = batch.goals[which].flip(1)
+    batch.goals[which] = batch.goals[which].flip(-1)
     batch.taken[which] = WAYS - 1 - batch.taken[which]
-    for numbers, turned in ((batch.numbers, which), (batch.rivals, which), (batch.later, states)):
+    for numbers in (batch.numbers, batch.rivals, batch.later):
         ways = numbers[..., : WAYS * PER_WAY].unflatten(-1, (WAYS, PER_WAY))
-        ways[turned] = ways[turned].flip(-2)
+        ways[which] = ways[which].flip(-2)
     return batch

@@ -80,20 +80,17 @@ class Search(Policy):
         """Value boards for a snake's team if all go their ways, (n, 6), or a rival near it another one: (n,)."""
         team = s // 3
         heads = np.take_along_axis(boards.bodies, boards.heads[..., None].astype(np.int64), axis=2)[..., 0]
-        which, futures, doubts = [np.arange(len(ways))], [ways], [np.zeros(len(ways))]
-        for rival in range(3 - 3 * team, 6 - 3 * team):
-            near = np.flatnonzero(DISTANCE[heads[:, s], heads[:, rival]] <= NEAR)
-            for way in range(WAYS):
-                likely = near[(chances[near, rival, way] > LIKELY) & (ways[near, rival] != way)]
-                other = ways[likely]
-                other[:, rival] = way
-                which.append(likely)
-                futures.append(other)
-                doubts.append(chances[likely, rival, way])
-        which = np.concatenate(which)
-        found = self.play_on(boards.pick(which), team, np.concatenate(futures))
-        surely = found[: len(ways)]
-        return surely + np.bincount(which, np.concatenate(doubts) * (found - surely[which]))
+        is_considered = (chances > LIKELY) & (ways[..., None] != np.arange(WAYS))
+        is_considered &= (DISTANCE[heads[:, s, None], heads] <= NEAR)[..., None]
+        is_considered[:, 3 * team : 3 * team + 3] = False
+        b, rival, way = is_considered.nonzero()
+        others = ways[b]
+        others[np.arange(len(b)), rival] = way
+        count = len(ways)
+        found = self.play_on(boards.pick(np.r_[:count, b]), team, np.concatenate([ways, others]))
+        surely = found[:count]
+        changes = chances[b, rival, way] * (found[count:] - surely[b])
+        return surely + np.bincount(b, changes, minlength=count)
 
     def play_on(self, boards: Boards, team: int, ways: np.ndarray) -> np.ndarray:
         """Value boards, which move, for a team if all go these ways, (n, 6), and then those they prefer: (n,)."""
@@ -148,8 +145,8 @@ class Distilled(nn.ModuleDict):
 
 
 def is_distilled(path: Path) -> bool:
-    """Tell if a file holds what `distil.py` writes; raise as `read_weights()`."""
-    return any(name.startswith("learners.") for name in read_weights(path))
+    """Tell if a file holds what `distil.py` writes, or wrote once; raise as `read_weights()`."""
+    return any(name.startswith(("learners.", "student.")) for name in read_weights(path))
 
 
 def load_player(path: Path, depth: int = DEPTH) -> Policy:

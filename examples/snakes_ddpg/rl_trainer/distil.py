@@ -45,6 +45,7 @@ REPORT = 100  # steps between two reports, and checkpoints
 WARM_UP = 100  # steps in which the learning rate rises, in each round
 EVALUATION_SEED = 2**31
 RIVALS = ("territory", "foresighted", "sharing")  # in the games that are labelled
+VERSION = 2  # of the labels and the checkpoints
 LOSSES = ("loss/divergence", "loss/rivals", "loss/value")
 
 
@@ -59,11 +60,11 @@ def read_settings() -> argparse.Namespace:
     add("--depth", type=int, default=DEPTH, help="steps that the search looks ahead")
     add("--epochs", type=int, default=2, help="passes over all labels so far, per round")
     add("--batch_size", type=int, default=256, help="states, of three snakes each, per step, of all ranks together")
-    add("--lr", type=float, default=1e-3, help="learning rate at first; it falls to 0 in each round")
+    add("--lr", type=float, default=1e-3, help="learning rate of all networks at first; it falls to 0 in each round")
     add("--temperature", type=float, default=0.5, help="of the softmax of the search's values")
     add("--seed", type=int, default=1, help="of the weights and of all games")
     add("--eval_games", type=int, default=200, help="against each of the ladder after a round, of all ranks together")
-    text = "of the network; auto: bfloat16 on a CPU with instructions for it"
+    text = "of all but the value; auto: bfloat16 on a CPU with instructions for it"
     add("--precision", choices=("auto", "float32", "bfloat16"), default="auto", help=text)
     settings = parser.parse_args()
     for name, value in vars(settings).items():
@@ -81,11 +82,13 @@ def prepare(settings: argparse.Namespace) -> Path:
     load_player(model, settings.depth)  # raises if it cannot search
     folder = model.parent / "distilled"
     flags = {name: value for name, value in vars(settings).items() if name not in ("model", "runs_folder")}
-    flags["model"] = model.name
+    flags |= {"model": model.name, "version": VERSION}
     if not (folder / "config.json").is_file():
         folder.mkdir(exist_ok=True)
         runs.save_json(folder / "config.json", flags)
-    elif (began := runs.read_config(folder)) != flags:
+    elif (began := runs.read_config(folder)).get("version") != VERSION:
+        raise ValueError(f"what is in {folder} was made by another version of this program: remove that folder")
+    elif began != flags:
         other = " ".join(f"--{name} {value}" for name, value in began.items() if value != flags.get(name))
         raise ValueError(f"what is in {folder} began with {other}: pass the same, or remove that folder to begin anew")
     return model
@@ -238,9 +241,10 @@ def losses(learners: Learners, batch: Batch, bfloat16: bool) -> torch.Tensor:
     ways that rivals take, and the mean squared error of what a team gains.
     """
     with torch.autocast(batch.numbers.device.type, torch.bfloat16, enabled=bfloat16):
-        ratings = learners.student(batch.pictures, batch.numbers)
-    divergence = nn.functional.kl_div(ratings.float().log_softmax(-1), batch.goals, reduction="batchmean")
-    surprise = nn.functional.cross_entropy(learners.rivals.layers(batch.rivals), batch.taken)
+        ratings = learners.student(batch.pictures.flatten(0, 1), batch.numbers.flatten(0, 1))
+    logarithms = ratings.float().log_softmax(-1)
+    divergence = nn.functional.kl_div(logarithms, batch.goals.flatten(0, 1), reduction="batchmean")
+    surprise = nn.functional.cross_entropy(learners.rivals.layers(batch.rivals).flatten(0, 1), batch.taken.flatten())
     error = nn.functional.mse_loss(learners.value(batch.later), batch.gains)
     return torch.stack([divergence, surprise, error])
 

@@ -131,7 +131,7 @@ def load_network(kind: type[nn.Module], path: Path, hidden: int | None = None) -
         network.load_state_dict(state)
         return network
     except Exception as error:  # not of weights, or of other shapes
-        what = "an actor" if kind is Actor else "a critic"
+        what = {Actor: "an actor", Critic: "a critic"}.get(kind, "distilled networks")
         first = " ".join(str(error).split()).partition(". ")[0].rstrip(".")  # the rest is advice of torch
         raise ValueError(
             f"{path} does not hold {what} from {FEATURES} features to {WAYS} ways ({type(error).__name__}: {first}). "

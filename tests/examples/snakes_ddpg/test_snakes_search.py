@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from player import search as search_module
+from player import submission_template
 from player.search import (
     DOUBT,
     GAMMA,
@@ -207,6 +209,11 @@ def test_a_search_of_a_distilled_model_is_loaded_from_its_file(tmp_path: Path) -
 def test_a_search_looks_at_least_a_step_ahead(search: Search) -> None:
     with pytest.raises(ValueError, match="at least one step ahead, not -1"):
         Search(search.actor, search.rivals, search.value, depth=-1)
+
+
+def test_a_submission_searches_with_the_same_constants() -> None:
+    for name in ("GAMMA", "LAMBDA", "NEAR", "LIKELY", "TRAP", "MARGIN", "LIMIT", "PLACES"):
+        assert getattr(submission_template, name) == getattr(search_module, name)
 
 
 # How long a snake can go on, compiled and as the submission finds it, against a game that is played on
