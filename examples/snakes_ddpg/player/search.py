@@ -43,7 +43,7 @@ class Search(Policy):
     def __init__(self, actor: Actor, rivals: Actor, value: nn.Module, depth: int = DEPTH) -> None:
         super().__init__(actor)
         if depth < 1:
-            raise ValueError(f"a search looks at least one step ahead, not {depth}")
+            raise ValueError(f"a search looks at least one step ahead, not {depth}; a depth of 0 plays without")
         self.rivals = rivals
         self.value = value
         self.depth = depth
@@ -161,7 +161,10 @@ def load_player(path: Path, depth: int = DEPTH) -> Policy:
     actor = load_network(Actor, path)
     if depth == 0:
         return Policy(actor)
-    return search_of(actor, load_network(Critic, critic_of(path)), depth)
+    critic = critic_of(path)
+    if not critic.is_file():
+        raise FileNotFoundError(f"there is no {critic}, which the search needs: a --depth of 0 plays without")
+    return search_of(actor, load_network(Critic, critic), depth)
 
 
 @njit(cache=True, nogil=True)

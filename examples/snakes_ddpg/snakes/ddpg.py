@@ -7,6 +7,7 @@ al., arXiv:1709.00503).
 """
 
 import re
+import textwrap
 from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
@@ -113,7 +114,10 @@ def read_weights(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}: a run keeps its models in its folder trained_model")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if not (isinstance(state, dict) and all(isinstance(name, str) for name in state)):
+            raise TypeError("it holds no weights by name")
+        return state
     except Exception as error:  # whose message advises to run what the file holds
         raise ValueError(
             f"{path} is no file of weights that torch.save() wrote: name an actor_*.pth of a run's folder trained_model"
@@ -132,10 +136,10 @@ def load_network(kind: type[nn.Module], path: Path, hidden: int | None = None) -
         return network
     except Exception as error:  # not of weights, or of other shapes
         what = {Actor: "an actor", Critic: "a critic"}.get(kind, "distilled networks")
-        first = " ".join(str(error).split()).partition(". ")[0].rstrip(".")  # the rest is advice of torch
+        first = textwrap.shorten(str(error).partition(". ")[0].rstrip("."), 200)  # the rest is advice of torch
         raise ValueError(
             f"{path} does not hold {what} from {FEATURES} features to {WAYS} ways ({type(error).__name__}: {first}). "
-            "Train it anew: a model is good only for the features and the --hidden that it was trained with"
+            "Make it anew: a model is good only for the features and the --hidden that it was made with"
         ) from error
 
 
