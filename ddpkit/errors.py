@@ -60,10 +60,12 @@ class LaunchError(DdpkitError):
     """The ranks cannot form a job: environment variables are incomplete or contradictory, or ranks do not join.
 
     Example:
-        >>> from ddpkit import detect_launch
-        >>> detect_launch({"RANK": "1"})
-        Traceback (most recent call last):
-        ddpkit.errors.LaunchError: ...WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set. ...
+        >>> from ddpkit import LaunchError, detect_launch
+        >>> try:
+        ...     detect_launch({"RANK": "1"})
+        ... except LaunchError as error:
+        ...     print(error)
+        This looks like a distributed job, but WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set. ...
     """
 
     _page = "launching"
@@ -75,13 +77,15 @@ class NotSetUpError(DdpkitError):
 
     Example:
         >>> from unittest.mock import patch
-        >>> from ddpkit import barrier
+        >>> from ddpkit import NotSetUpError, barrier
         >>> launched = {"RANK": "0", "WORLD_SIZE": "2"}
         >>> launched |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
         >>> with patch.dict("os.environ", launched):
-        ...     barrier()
-        Traceback (most recent call last):
-        ddpkit.errors.NotSetUpError: 2 processes were launched (platform), but ...
+        ...     try:
+        ...         barrier()
+        ...     except NotSetUpError as error:
+        ...         print(error)
+        2 processes were launched (platform), but this one has not joined them. ...
     """
 
     _page = "launching"
@@ -133,11 +137,13 @@ class CheckpointError(DdpkitError):
 
     Example:
         >>> import tempfile
-        >>> from ddpkit import Checkpointer
+        >>> from ddpkit import CheckpointError, Checkpointer
         >>> with tempfile.NamedTemporaryFile() as file:
-        ...     Checkpointer("checkpoints").load(file.name)
-        Traceback (most recent call last):
-        ddpkit.errors.CheckpointError: Cannot read ...: its checksum is missing: ...
+        ...     try:
+        ...         Checkpointer("checkpoints").load(file.name)
+        ...     except CheckpointError as error:
+        ...         print(error)
+        Cannot read ...: its checksum is missing: ...
     """
 
     _page = "checkpoints"
