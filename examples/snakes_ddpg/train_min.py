@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # where `shared` is, which a
 
 from shared.program import OneLineParser, UserError, one_message
 from snakes.evaluation import play_games, play_on_all_ranks
-from snakes.features import DIRECTION, FEATURES, WAYS, observe
+from snakes.features import DIRECTION, FEATURES, WAYS, see
 from snakes.game import SNAKES, STEPS, Boards, Game
 from snakes.opponents import OPPONENTS, Player
 
@@ -99,7 +99,7 @@ class Agent(nn.Module):
 
     def play(self, boards: Boards, team: int, actions: np.ndarray) -> None:
         """Fill a team's columns of the actions (n, 6) with each snake's most probable way, as the opponents do."""
-        ways = self.probabilities(look(boards, team)).argmax(-1)
+        ways = self.probabilities(see(boards, team)).argmax(-1)
         write_moves(boards, team, ways, actions)
 
     @torch.no_grad()
@@ -107,13 +107,6 @@ class Agent(nn.Module):
         """Give the ways of what snakes see, (n, 3, FEATURES), their probabilities, (n, 3, WAYS)."""
         device = next(self.parameters()).device
         return self.actor(torch.from_numpy(seen).to(device)).cpu().numpy()
-
-
-def look(boards: Boards, team: int) -> np.ndarray:
-    """Compute what a team's snakes see on n boards: (n, 3, FEATURES)."""
-    seen = np.empty((len(boards.times), TEAM, FEATURES), np.float32)
-    observe(boards, team, seen)
-    return seen
 
 
 def write_moves(boards: Boards, team: int, ways: np.ndarray, actions: np.ndarray) -> None:
@@ -156,7 +149,7 @@ class Arena:
     def play(self, step: int, agent: Agent, opponent: Player, rng: np.random.Generator) -> None:
         """Play a step on all boards, by ways drawn by the actor's probabilities, and remember what came of it."""
         boards = self.game.boards
-        seen = look(boards, 0)
+        seen = see(boards, 0)
         limits = agent.probabilities(seen).cumsum(-1)[..., :-1]
         draws = rng.random((self.total, TEAM, 1), np.float32)[self.own]
         ways = (draws >= limits).sum(-1)

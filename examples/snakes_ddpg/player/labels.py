@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numba import njit
-from snakes.features import DIRECTION, FEATURES, PER_WAY, WAYS, observe
+from snakes.features import DIRECTION, FEATURES, PER_WAY, WAYS, see
 from snakes.game import BEAN, CELLS, NONE, SNAKES, STEPS, Boards, Game, foresee, segment
 from snakes.opponents import Player, ask
 from snakes.runs import replacing
@@ -129,13 +129,13 @@ class Examples(torch.utils.data.Dataset):
             part = boards.pick(which)
             for k in range(3):
                 pictures[which, k] = look(part, 3 * team + k, ways[which])
-            seen[which] = see_all(part, team)
+            seen[which] = see(part, team, 1 - team)
             rivals = slice(3 - 3 * team, 6 - 3 * team)
             directions = states.actions[which, rivals]
             taken[which] = (DIRECTION[part.headings[:, rivals]] == directions[..., None]).argmax(-1)
             rewards, died = np.empty((len(which), SNAKES), np.int16), np.empty((len(which), SNAKES), np.bool_)
             foresee(part, states.actions[which], rewards, died)
-            later[which] = see_all(part, team)
+            later[which] = see(part, team, 1 - team)
         goals = torch.from_numpy(states.values / self.temperature).softmax(-1)
         own, others = torch.from_numpy(seen).split(3, dim=1)
         return Batch(
@@ -148,14 +148,6 @@ class Examples(torch.utils.data.Dataset):
             gains=torch.from_numpy(states.gains),
             places=torch.tensor(places),
         )
-
-
-def see_all(boards: Boards, team: int) -> np.ndarray:
-    """Compute what all six snakes see, those of a team first: (n, 6, FEATURES)."""
-    seen = np.empty((2, len(boards.times), 3, FEATURES), np.float32)
-    observe(boards, team, seen[0])
-    observe(boards, 1 - team, seen[1])
-    return np.concatenate(seen, axis=1)
 
 
 def play(numbers: range, seed: int, mover: Player, teacher: Search, rivals: Sequence[Player]) -> Iterator[States]:

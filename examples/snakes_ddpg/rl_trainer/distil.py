@@ -33,7 +33,7 @@ from player.student import Learners, StudentPolicy
 from shared.boards import Boards
 from shared.program import OneLineParser, hides_bar, one_message, user_error
 from snakes import runs
-from snakes.ddpg import Actor, Policy, computes_in_bfloat16
+from snakes.ddpg import Actor, Policy, uses_bfloat16
 from snakes.evaluation import play_on_all_ranks
 from snakes.game import STEPS
 from snakes.opponents import LADDER, OPPONENTS, Player
@@ -99,9 +99,7 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stop: ddpkit.Stop) -
     model = ddpkit.run_on_main(prepare, settings)
     folder = model.parent / "distilled"
     teacher = load_player(model, settings.depth)
-    bfloat16 = settings.precision == "bfloat16" or (
-        settings.precision == "auto" and job.device.type == "cpu" and computes_in_bfloat16()
-    )
+    bfloat16 = uses_bfloat16(settings.precision, job.device)
     nn.ModuleList([teacher.actor, teacher.rivals, teacher.value]).to(job.device)
     teacher.actor.layers.bfloat16 = teacher.rivals.layers.bfloat16 = bfloat16
 

@@ -34,7 +34,7 @@ from shared.boards import Boards
 from shared.program import hides_bar, one_message, user_error
 from snakes import opponents, runs
 from snakes.collector import Collector
-from snakes.ddpg import DDPG, Actor, Critic, Policy, computes_in_bfloat16, load_network
+from snakes.ddpg import DDPG, Actor, Critic, Policy, load_network, uses_bfloat16
 from snakes.evaluation import Result, play_on_all_ranks
 from snakes.settings import (
     MIXED,
@@ -116,8 +116,7 @@ def main(settings: argparse.Namespace, job: ddpkit.Context, stopping: ddpkit.Sto
         c_lr=settings.critic_lr,
         gamma=settings.gamma,
         tau=settings.tau,
-        bfloat16=settings.precision == "bfloat16"
-        or (settings.precision == "auto" and job.device.type == "cpu" and computes_in_bfloat16()),
+        bfloat16=uses_bfloat16(settings.precision, job.device),
     )
     checkpoints = ddpkit.Checkpointer(settings.folder / "checkpoints", keep=2)
     total = Counter(dict.fromkeys(COUNTERS, 0))

@@ -20,7 +20,7 @@ from torch import nn
 import ddpkit
 
 from .collector import Batch
-from .features import DIRECTION, FEATURES, WAYS, observe
+from .features import DIRECTION, FEATURES, WAYS, see
 from .game import SNAKES, Boards
 
 
@@ -57,6 +57,13 @@ def computes_in_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
         return re.search(r"\b(avx512|amx)_bf16\b", cpuinfo.read_text()) is not None
     except OSError:
         return False
+
+
+def uses_bfloat16(precision: str, device: torch.device) -> bool:
+    """Return whether to compute in bfloat16 by a flag `--precision`, on a device."""
+    if precision == "auto":
+        return device.type == "cpu" and computes_in_bfloat16()
+    return precision == "bfloat16"
 
 
 class Actor(nn.Module):
@@ -103,10 +110,7 @@ class Policy:
 
     def look(self, boards: Boards, *teams: int) -> torch.Tensor:
         """See what the actor takes: (n, 3 per team, FEATURES), on its device."""
-        seen = np.empty((len(teams), len(boards.times), 3, FEATURES), np.float32)
-        for place, team in enumerate(teams):
-            observe(boards, team, seen[place])
-        return torch.from_numpy(seen).to(next(self.actor.parameters()).device).transpose(0, 1).flatten(1, 2)
+        return torch.from_numpy(see(boards, *teams)).to(next(self.actor.parameters()).device)
 
 
 def read_weights(path: Path) -> dict[str, Any]:

@@ -11,7 +11,23 @@ can put several boards into one vector instruction. Arrays of sets are (5, n), u
 import numpy as np
 from numba import njit
 
-from .game import BEAN, BEANS, CELLS, COLUMNS, DOWN, LEFT, NEXT, NONE, RIGHT, ROWS, SNAKES, START_LENGTH, UP, segment
+from .game import (
+    BEAN,
+    BEANS,
+    CELLS,
+    COLUMNS,
+    DOWN,
+    LEFT,
+    NEXT,
+    NONE,
+    RIGHT,
+    ROWS,
+    SNAKES,
+    START_LENGTH,
+    UP,
+    Boards,
+    segment,
+)
 
 WAYS = 3  # left, straight on, right
 # DIRECTION[heading, way]
@@ -133,6 +149,14 @@ def observe(boards, team, seen):
     """Fill `seen`, float32 of shape (n, 3, FEATURES), with what the three snakes of a team see on each board."""
     for first in range(0, len(seen), BLOCK):
         _observe(boards, team, first, seen[first : first + BLOCK])
+
+
+def see(boards: Boards, *teams: int) -> np.ndarray:
+    """Compute what the snakes of one team or of both see, in this order: float32 of shape (n, 3 per team, FEATURES)."""
+    seen = np.empty((len(teams), len(boards.times), 3, FEATURES), np.float32)
+    for place, team in enumerate(teams):
+        observe(boards, team, seen[place])
+    return np.concatenate(seen, axis=1)
 
 
 @njit(cache=True)

@@ -21,7 +21,7 @@ from rl_trainer import distil
 from snakes import runs
 from snakes.ddpg import Actor, Critic, Policy
 from snakes.evaluation import play_games
-from snakes.features import DIRECTION, FEATURES, observe
+from snakes.features import DIRECTION, FEATURES, observe, see
 from snakes.game import BEAN, COLUMNS, LEFT, NEXT, NONE, RIGHT, SNAKES, Game, foresee
 from snakes.opponents import OPPONENTS
 from snakes_boards import crowded, place
@@ -313,9 +313,9 @@ def test_what_rivals_do_and_what_follows_are_those_of_the_game(tmp_path: Path) -
             new = ~np.isin(after.beans[game], now.beans[game])
             after.cells[game, after.beans[game][new]] -= BEAN
             after.beans[game][new] = NONE
-            torch.testing.assert_close(batch.later[row], torch.from_numpy(labels.see_all(after, team)[game]))
+            torch.testing.assert_close(batch.later[row], torch.from_numpy(see(after, team, 1 - team)[game]))
             rivals = np.r_[3 - 3 * team : 6 - 3 * team]
-            torch.testing.assert_close(batch.rivals[row], torch.from_numpy(labels.see_all(boards, team)[game, 3:]))
+            torch.testing.assert_close(batch.rivals[row], torch.from_numpy(see(boards, team, 1 - team)[game, 3:]))
             directions = DIRECTION[now.headings[game, rivals], batch.taken[row]]
             assert (directions == now.actions[game, rivals]).all()
             heads = NEXT[boards.bodies[game, rivals, boards.heads[game, rivals]], directions]
